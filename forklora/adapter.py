@@ -1,0 +1,265 @@
+"""The LoRA variant for PEFT: ``ForkLoraConfig`` and the four kinds.
+
+Decisions: every kind lives in PEFT's own ``lora_A`` and ``lora_B`` slots, so PEFT's forward, merging, saving and loading are
+used as they are; what is frozen is declared through PEFT's list of frozen weights, which PEFT applies again after
+``set_adapter``, ``load_adapter`` and the rest; a factor made of two (``U C`` or ``U Gamma``) is one small module that states
+and reads itself as a plain ``weight``. So whatever saves the model writes an ordinary LoRA.
+
+    span    W + s U A            U frozen, A = 0 trained
+    core    W + s U C A          U frozen, C = first unit vectors and A = 0 trained
+    inputs  W + s B Q^T          Q frozen, B = 0 trained
+    block   W + s U Gamma Q^T    U and Q frozen, Gamma = 0 trained
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.layer import Linear, LoraVariant
+from peft.tuners.tuners_utils import _maybe_include_all_linear_layers, check_target_module_exists
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from forklora.spanned import SpannedLinear
+
+KINDS = ("span", "core", "inputs", "block")
+# LoRA options whose meaning for a fixed basis is undefined: refused by name instead of half working.
+_REFUSED = {
+    "use_dora": False, "lora_bias": False, "use_bdlora": None, "arrow_config": None, "alora_invocation_tokens": None,
+    "velora_config": None, "monteclora_config": None, "kasa_config": None, "target_parameters": None,
+    "trainable_token_indices": None, "layer_replication": None, "megatron_config": None, "eva_config": None,
+    "corda_config": None, "lora_ga_config": None,
+}  # fmt: skip
+
+
+@dataclass
+class ForkLoraConfig(LoraConfig):
+    """A ``LoraConfig`` whose factors start from, and mostly stay in, the bases of the model's forks.
+
+    Use it wherever a ``LoraConfig`` goes. With ``bases`` it works with any trainer; without, ``ForkGRPOTrainer`` collects
+    them from its own first rollouts.
+
+    Attributes:
+        kind: ``span``, ``core``, ``inputs`` or ``block``; see the module's table.
+        width: number ``k`` of output directions of ``core`` and ``block``; None takes ``r`` (block) or ``max(16, r)`` (core).
+        bases: mapping of layer name to its bases: a ``LayerBasis``, a pair ``(output [d_out, k], input [d_in, m])`` or,
+            for the kinds that need only one side, a tensor. Kept out of saved files.
+        train_basis: train the basis too; then it is only the starting point and nothing keeps the update in the span.
+
+    ``r`` is the rank of the update (number of input directions for ``inputs`` and ``block``); ``lora_alpha`` defaults to
+    ``r``, so the scaling is 1.
+    """
+
+    kind: str = field(default="span", metadata={"help": f"One of {', '.join(KINDS)}.", "is_lora_variant": True})
+    r: int = field(default=1, metadata={"help": "Rank of the update."})
+    lora_alpha: int | None = field(default=None, metadata={"help": "Scaling is lora_alpha / r; None takes r."})
+    target_modules: Any = field(default="all-linear", metadata={"help": "As in LoraConfig."})
+    width: int | None = field(default=None, metadata={"help": "Output directions of core and block."})
+    bases: Mapping[str, Any] | None = field(default=None, repr=False, metadata={"help": "Layer name to bases."})
+    train_basis: bool = field(default=False, metadata={"help": "Train the basis too."})
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind={self.kind!r} is not one of {', '.join(KINDS)}.")
+        if self.lora_alpha is None:
+            self.lora_alpha = self.r
+        super().__post_init__()
+        if self.init_lora_weights is not True:
+            raise ValueError(f"init_lora_weights={self.init_lora_weights!r}: the bases are the initialization; leave it True.")
+        for name, neutral in _REFUSED.items():
+            if getattr(self, name) not in (neutral, None, False):
+                raise ValueError(f"{name}={getattr(self, name)!r} has no meaning for kind={self.kind!r}: leave it out.")
+        if self.width is not None and self.kind in ("span", "inputs"):
+            raise ValueError(f"width={self.width} belongs to core and block; kind={self.kind!r} has only r={self.r}.")
+        if self.output_width < self.r and self.kind in ("core", "block"):
+            raise ValueError(f"width={self.width} output directions cannot carry rank r={self.r}: width must be r or more.")
+        self._register_custom_module({nn.Linear: ForkLinear, Conv1D: ForkLinear})
+
+    @property
+    def output_width(self) -> int:
+        """Output directions the kind needs by default: 0 for ``inputs``."""
+        chosen = {"span": self.r, "inputs": 0, "block": self.width or self.r, "core": self.width or max(16, self.r)}
+        return chosen[self.kind]
+
+    @property
+    def input_width(self) -> int:
+        """Input directions the kind needs by default: 0 for ``span`` and ``core``."""
+        return self.r if self.kind in ("inputs", "block") else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """What goes into ``adapter_config.json``: keys of ``LoraConfig`` only, so that stock PEFT loads it."""
+        bases, self.bases = self.bases, None  # asdict would copy every tensor
+        try:
+            found = asdict(self)
+        finally:
+            self.bases = bases
+        known = {f.name for f in fields(LoraConfig)} - {"runtime_config"}
+        return {key: value for key, value in found.items() if key in known}
+
+
+class ForkVariant(LoraVariant):
+    """Fills PEFT's two slots for a kind; forward and merging are vanilla LoRA's."""
+
+    @staticmethod
+    def init(module: Any, adapter_name: str, config: ForkLoraConfig, **kwargs: Any) -> None:  # noqa: ANN401
+        """Called by PEFT at the end of ``update_layer``: put the layer's bases into ``lora_A`` and ``lora_B``."""
+        layer, r = kwargs["target_name"], module.r[adapter_name]
+        # PEFT has cast both slots to the base's dtype; bases are kept in float32, and so are small steps
+        a, b = (slots[adapter_name].float() for slots in (module.lora_A, module.lora_B))
+        width = max(config.output_width, r)
+        output, input_ = _sides(config, layer, (module.out_features, module.in_features))
+        frozen: list[str] = []
+        nn.init.zeros_(a.weight)
+        nn.init.zeros_(b.weight)
+        if config.kind in ("inputs", "block"):
+            _fill(a.weight, _columns(input_, r, layer, "input").T)
+            frozen.append("lora_A")
+        if config.kind == "span":
+            _fill(b.weight, _columns(output, r, layer, "output"))
+            frozen.append("lora_B")
+        if config.kind in ("core", "block"):
+            basis = _columns(output, width, layer, "output").to(b.weight.device, torch.float32)
+            core = torch.eye(width, r) if config.kind == "core" else torch.zeros(width, r)
+            module.lora_B[adapter_name] = SpannedLinear(basis, core.to(basis), train_basis=config.train_basis)
+        if not config.train_basis:
+            owned = {name: tuple(kept) for name, kept in module.frozen_peft_weight_names.items()}
+            module.frozen_peft_weight_names = {**owned, adapter_name: tuple(frozen)}
+
+    @staticmethod
+    def forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **_: Any) -> Tensor:  # noqa: ANN401
+        """``result + s B (A x)``."""
+        a, b = module.lora_A[active_adapter], module.lora_B[active_adapter]
+        return result + b(a(module.lora_dropout[active_adapter](x))) * module.scaling[active_adapter]
+
+    @staticmethod
+    def merge_safe(module: Any, active_adapter: str, orig_weight: Tensor) -> Tensor:  # noqa: ANN401
+        """The merged weight as a new tensor."""
+        return orig_weight + _delta(module, active_adapter, orig_weight)
+
+    @staticmethod
+    def merge_unsafe(module: Any, active_adapter: str, orig_weight: Tensor) -> None:  # noqa: ANN401
+        """Add the update to the weight in place."""
+        orig_weight.data += _delta(module, active_adapter, orig_weight)
+
+    @staticmethod
+    def unmerge(module: Any, active_adapter: str, orig_weight: Tensor) -> Tensor:  # noqa: ANN401
+        """Take the update out again."""
+        return orig_weight - _delta(module, active_adapter, orig_weight)
+
+
+class ForkLinear(Linear):
+    """PEFT's LoRA layer for ``Linear`` and ``Conv1D`` that also knows the fork variant."""
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:  # noqa: ANN401
+        inner = base_layer.get_base_layer() if hasattr(base_layer, "get_base_layer") else base_layer
+        transposed = isinstance(inner, Conv1D)
+        super().__init__(base_layer, adapter_name, config=config, is_target_conv_1d_layer=transposed, **kwargs)
+        self.fan_in_fan_out = transposed
+
+    @property
+    def lora_variants(self) -> dict[tuple[str, ...], type[LoraVariant] | None]:
+        """PEFT's table of variants with ours in it."""
+        return {**super().lora_variants, ("kind",): ForkVariant}
+
+
+def add_fork_lora(
+    model: nn.Module, config: ForkLoraConfig, bases: Mapping[str, Any] | None = None, *, adapter_name: str = "default"
+) -> PeftModel:
+    """Put a fork adapter on a model: a ``PeftModel`` that every trainer accepts.
+
+    Args:
+        model: a base model, or a ``PeftModel`` that gets one more adapter.
+        config: kind, rank and targets; it is not changed.
+        bases: layer name to bases (see ``ForkLoraConfig.bases``); None takes the config's own.
+        adapter_name: PEFT's name of the adapter.
+
+    Raises:
+        ValueError: a target layer without a basis, or a basis with too few directions or wrong sizes.
+    """
+    chosen = replace(config, bases=config.bases if bases is None else bases)
+    if isinstance(model, PeftModel):
+        model.add_adapter(adapter_name, chosen)
+        return model
+    return get_peft_model(model, chosen, adapter_name=adapter_name)
+
+
+def target_layers(model: nn.Module, config: LoraConfig) -> list[str]:
+    """Names of the linear layers that PEFT will adapt under this configuration, before anything is built.
+
+    PEFT's own two private functions are asked, so that the answer cannot differ from what PEFT does later.
+
+    Raises:
+        ValueError: nothing matches.
+    """
+    chosen = _maybe_include_all_linear_layers(replace(config), model)
+    found = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and check_target_module_exists(chosen, name)
+    ]
+    if not found:
+        raise ValueError(f"target_modules={config.target_modules!r} matches no linear layer of {type(model).__name__}.")
+    return found
+
+
+def _sides(config: ForkLoraConfig, layer: str, shape: tuple[int, int]) -> tuple[Tensor | None, Tensor | None]:
+    """Output and input basis of a layer, with their sizes checked against the layer's ``(d_out, d_in)``."""
+    if config.bases is None:
+        raise ValueError(
+            "ForkLoraConfig has no bases. Collect them (forklora.attach(model, config, tokenizer=.., prompts=..)), load "
+            "them (Bases.load), pass any mapping of layer names to tensors, or train with ForkGRPOTrainer."
+        )
+    found = config.bases.get(layer)
+    if found is None:
+        near = ", ".join(list(config.bases)[:3])
+        raise ValueError(f"no basis for target layer {layer}; there are bases for {len(config.bases)} layers ({near}, ..).")
+    if isinstance(found, Tensor):
+        sides = (None, found) if config.kind == "inputs" else (found, None)
+    elif isinstance(found, tuple | list):
+        sides = (found[0], found[1])
+    else:
+        sides = (found.output, found.input)
+    for side, size, name in zip(sides, shape, ("output", "input"), strict=True):
+        if side is not None and (side.dim() != 2 or side.shape[0] != size):
+            raise ValueError(f"{layer}: {name} basis is {tuple(side.shape)}, the layer needs [{size}, directions].")
+    return sides
+
+
+def _columns(basis: Tensor | None, count: int, layer: str, name: str) -> Tensor:
+    if basis is None or basis.shape[1] < count:
+        have = 0 if basis is None else basis.shape[1]
+        raise ValueError(
+            f"{layer}: {count} {name} directions asked for, the basis has {have}. Ask for a lower rank or width, "
+            "leave the layer out (exclude_modules), or collect bases with more directions."
+        )
+    chosen = basis[:, :count].float().clone()  # the caller's tensor must not be trained
+    gram = chosen.T @ chosen
+    if not torch.allclose(gram, torch.eye(count, device=gram.device), atol=1e-4):
+        raise ValueError(
+            f"{layer}: the {name} basis is not orthonormal (largest error {_error(gram):.2g}): "
+            "take torch.linalg.qr(basis).Q."
+        )
+    return chosen
+
+
+def _error(gram: Tensor) -> float:
+    return (gram - torch.eye(len(gram), device=gram.device)).abs().max().item()
+
+
+def _fill(weight: Tensor, values: Tensor) -> None:
+    with torch.no_grad():
+        weight.copy_(values)
+
+
+def _delta(module: Any, adapter: str, weight: Tensor) -> Tensor:  # noqa: ANN401
+    if not weight.dtype.is_floating_point or math.prod(weight.shape) != module.out_features * module.in_features:
+        raise ValueError(
+            f"cannot merge into a weight stored as {weight.dtype} {tuple(weight.shape)}: export the adapter instead "
+            "(save_plain_lora), or load the base unquantized."
+        )
+    return module.get_delta_weight(adapter).to(weight.dtype)

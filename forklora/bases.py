@@ -1,0 +1,228 @@
+"""Turns a model and its rollouts into one output basis and one input basis per target layer, without any reward.
+
+Decisions: every rollout gets a pseudo-advantage (random, mean zero in its group) and the trainer's own backward pass is run
+on the centered loss; at each layer the gradient ``g`` at the output and the input ``x`` go into additive sketches of
+``S = sum g g^T`` (output side) and ``H = sum |g|^2 x x^T`` (input side at the forks). Sums are kept, never d x d
+matrices, and what was accumulated on several ranks is added up before any eigenvector is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, distributed, nn
+from tqdm.auto import tqdm
+
+from forklora.archive import load_tensors, save_tensors
+from forklora.backward import LayerSums, linear_layers, pseudo_advantages, residual_signal, residual_writers
+from forklora.forks import find_forks
+from forklora.rollouts import Sampler, sample
+from forklora.sketch import Sketch
+from forklora.trace import Trace
+from forklora.unembed import read_unembedding
+
+_PARTS = ("output", "output_values", "input", "input_values")
+
+
+@dataclass(frozen=True)
+class BasisConfig:
+    """How bases are collected.
+
+    Attributes:
+        output: directions ``k`` kept on the output side.
+        input: directions ``m`` kept on the input side.
+        group: completions per prompt.
+        batch: prompts per rollout and per backward pass.
+        width: columns of each sketch; None takes ``max(64, 4 k)``.
+        seed: of rollouts, pseudo-advantages and sketches; the global random state is left alone.
+        layers: names of the target layers; None takes every linear layer but the head.
+        progress: show a bar.
+    """
+
+    output: int = 16
+    input: int = 16
+    group: int = 8
+    batch: int = 16
+    width: int | None = None
+    seed: int = 0
+    layers: tuple[str, ...] | None = None
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        if min(self.output, self.input, self.batch) < 1 or self.group < 2:
+            raise ValueError(
+                f"output={self.output}, input={self.input} and batch={self.batch} must be at least 1 and "
+                f"group={self.group} at least 2: pseudo-advantages have mean zero within a group."
+            )
+
+
+@dataclass(frozen=True)
+class LayerBasis:
+    """Leading directions of one layer, orthonormal columns, strongest first.
+
+    Attributes:
+        output: ``U [d_out, k]``; output_values: eigenvalues of ``S``.
+        input: ``Q [d_in, m]``; input_values: eigenvalues of ``H``.
+        output_trace: trace of ``S``, all the energy of the layer's backward signal; input_trace: trace of ``H``.
+    """
+
+    output: Float[Tensor, "o k"]
+    output_values: Float[Tensor, " k"]
+    input: Float[Tensor, "i m"]
+    input_values: Float[Tensor, " m"]
+    output_trace: float
+    input_trace: float
+
+
+@dataclass(frozen=True)
+class Bases(Mapping[str, LayerBasis]):
+    """Bases of a model by layer name, with the facts of how they came about.
+
+    Attributes:
+        layers: layer name to its bases.
+        facts: strings such as seed, rollouts, forks, model.
+        spectrum: eigenvalues of the averaged covariance ``C`` of the output vectors, descending, or None.
+    """
+
+    layers: dict[str, LayerBasis]
+    facts: dict[str, str] = field(default_factory=dict)
+    spectrum: Float[Tensor, " n"] | None = None
+
+    def __getitem__(self, name: str) -> LayerBasis:
+        return self.layers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def save(self, path: str | Path) -> None:
+        """Write one safetensors file; it is complete or not there."""
+        tensors: dict[str, Tensor] = {} if self.spectrum is None else {"spectrum": self.spectrum}
+        for name, basis in self.layers.items():
+            tensors.update({f"{name}:{part}": getattr(basis, part) for part in _PARTS})
+            tensors[f"{name}:traces"] = torch.tensor([basis.output_trace, basis.input_trace], dtype=torch.float64)
+        save_tensors(path, tensors, kind="bases", facts=self.facts)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Bases:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: the file is damaged or holds something else.
+        """
+        tensors, facts = load_tensors(path, kind="bases")
+        spectrum = tensors.pop("spectrum", None)
+        layers = {}
+        for name in sorted({key.rpartition(":")[0] for key in tensors}):
+            parts = {part: tensors[f"{name}:{part}"] for part in _PARTS}
+            energy = tensors[f"{name}:traces"].tolist()
+            layers[name] = LayerBasis(**parts, output_trace=energy[0], input_trace=energy[1])
+        return cls(layers, facts, spectrum)
+
+
+def collect_bases(
+    model: nn.Module,
+    tokenizer: Any,  # noqa: ANN401
+    prompts: Sequence[Any],
+    *,
+    config: BasisConfig,
+    sampler: Sampler,
+) -> Bases:
+    """Roll out the model on the prompts, find its forks and build the bases of every target layer.
+
+    Args:
+        model: base model, bare or wrapped; its weights, gradients and mode are as before afterwards.
+        tokenizer: encodes prompts that are strings or chat messages; token lists are taken as they are.
+        prompts: what to complete; more prompts mean better bases.
+        config: how many directions, which layers, which seed.
+        sampler: the policy's own sampling settings.
+
+    Raises:
+        ValueError: no forks at all, fewer directions than asked for, or an unknown layer name.
+    """
+    head = read_unembedding(model, tokenizer)
+    layers = linear_layers(model) if config.layers is None else list(config.layers)
+    width = config.width or max(64, 4 * max(config.output, config.input))
+    sums = LayerSums(model, layers, hidden=head.width, width=width, seed=config.seed)
+    ids = [encode(tokenizer, p) for p in prompts]
+    forks = rollouts = 0
+    starts = range(0, len(ids), config.batch)
+    with seeded(config.seed + _rank()):
+        for i in tqdm(starts, desc="forks", unit="batch", disable=not config.progress, leave=False):
+            chunk = ids[i : i + config.batch]
+            trace = sample(model, chunk, sampler=sampler, group=config.group, unembedding=head)
+            sums.add(model, trace, pseudo_advantages(trace.group))
+            forks, rollouts = forks + len(find_forks(trace)), rollouts + len(trace)
+    sums.all_reduce()
+    facts = {"seed": config.seed, "rollouts": rollouts, "forks": forks, "prompts": len(ids), "group": config.group}
+    return read_bases(sums, output=config.output, input=config.input, facts={k: str(v) for k, v in facts.items()})
+
+
+def read_bases(sums: LayerSums, *, output: int, input: int, facts: dict[str, str]) -> Bases:  # noqa: A002
+    """Leading eigenvectors of all sums: ``output`` and ``input`` directions a layer, as many as its sizes allow.
+
+    Raises:
+        ValueError: nothing flowed back at all, or fewer directions carry energy than asked for.
+    """
+    if sums.signal.trace == 0:
+        raise ValueError(
+            "no forks: at every position the sampler was sure of its token, so nothing flows back. Use other "
+            "prompts, more of them, or a higher temperature."
+        )
+    layers = {}
+    for name, (out, in_) in sums.sides.items():
+        k, m = min(output, out.size), min(input, in_.size)
+        try:
+            (s, u), (eta, q) = out.eigenbasis(k), in_.eigenbasis(m)
+        except ValueError as error:
+            raise ValueError(
+                f"layer {name}: {error} More prompts or rollouts give more directions; or ask for fewer "
+                f"(output={k}, input={m})."
+            ) from error
+        layers[name] = LayerBasis(u, s, q, eta, float(out.trace), float(in_.trace))
+    return Bases(layers, facts, sums.signal.spectrum(64) / max(sums.signal.count, 1))
+
+
+def identity_span(model: nn.Module, traces: Sequence[Trace], *, output: int, seed: int = 0) -> dict[str, Tensor]:
+    """The cheap basis: leading directions of the signal past the final norm, for all layers that write into the stream.
+
+    Exact for the layer below the final norm, a poor guide further down (there only the carried span is right). No
+    backward pass through the model. ``{layer: U [d, output]}``.
+    """
+    head = read_unembedding(model, check=False)
+    sketch = Sketch(head.width, width=min(head.width, max(64, 4 * output)), seed=seed)
+    for trace in traces:
+        sketch.add(residual_signal(model, trace))
+    _, basis = sketch.eigenbasis(output)
+    return {name: basis for name in residual_writers(model, head.width)}
+
+
+def encode(tokenizer: Any, prompt: Any, **settings: Any) -> list[int]:  # noqa: ANN401
+    """Token ids of a prompt: a string, a list of chat messages (``settings`` go to its template), or ids already."""
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt)["input_ids"])
+    if prompt and isinstance(prompt[0], dict):
+        return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True, **settings)["input_ids"])
+    return [int(i) for i in prompt]
+
+
+def _rank() -> int:
+    """Ranks draw different rollouts; their sketches share one seed, or they could not be added up."""
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Within the block torch draws from ``seed``; the random states of all devices are put back."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield

@@ -1,0 +1,95 @@
+"""SGD whose dense update is projected on a given basis, and SGD whose every step moves the weights by a stated length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class StepLengthSGD(Optimizer):
+    """Plain SGD whose step has a fixed Frobenius length in weight space: the number means the same for every kind.
+
+    For an adapter with orthonormal frozen bases and scaling ``s`` a parameter change moves the weight by
+    ``|dW| = s |d theta|``, and gradient descent on the weight inside the span is ``d theta = -eta g / s^2``. The rate
+    ``eta`` is chosen anew at every step so that over all parameters ``sqrt(sum |dW|^2) = lr``:
+
+        eta = lr / sqrt(sum_i |g_i|^2 / s_i^2)
+
+    Neither the size of the gradient, nor the loss's normalization, nor ``lora_alpha`` changes the path. A gradient that is
+    exactly zero leaves everything as it was. No state is kept. For the trained-basis forms and vanilla LoRA, whose
+    factors are not orthonormal, ``lr`` is the length in the factors' own coordinates times ``s``.
+
+    Args:
+        params: parameters, or groups that may carry ``scaling`` (``s``, default 1).
+        lr: length of a step; weight units, over all matrices together.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float) -> None:
+        if not lr >= 0:
+            raise ValueError(f"lr={lr} is the length of a step and cannot be negative.")
+        super().__init__(params, {"lr": lr, "scaling": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401
+        """Move all parameters; the global norm is taken over every group."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        moved = [(p, g["lr"], g["scaling"]) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        parts = [(p.grad.float().norm() / s).square() for p, _, s in moved]
+        norm = torch.stack(parts).sum().sqrt() if parts else torch.zeros(())
+        if not torch.isfinite(norm):
+            raise FloatingPointError(f"the gradient's norm is {norm.item()}: the step was not taken.")
+        if norm > 0:
+            for p, lr, s in moved:
+                p.sub_((p.grad.float() * (lr / (s * s)) / norm).to(p.dtype))
+        return loss
+
+
+class ProjectedSGD(Optimizer):
+    """SGD on dense weights whose update stays in a basis: ``W <- W - lr U (momentum * V + U^T G)``.
+
+    The momentum ``V`` is kept in the basis's own coordinates ``[r, d_in]``. Every weight handed in must be whole on
+    this rank (no ZeRO partition), which is checked by shape.
+
+    Args:
+        params_with_bases: pairs ``(weight [d_out, d_in], U [d_out, r])`` with orthonormal columns.
+        lr: learning rate, as for full-weight SGD.
+        momentum: 0 keeps no state.
+    """
+
+    def __init__(self, params_with_bases: Iterable[tuple[Tensor, Tensor]], lr: float, momentum: float = 0.0) -> None:
+        if not lr >= 0 or not 0 <= momentum < 1:
+            raise ValueError(f"lr={lr} cannot be negative and momentum={momentum} must lie in [0, 1).")
+        groups = []
+        for weight, basis in params_with_bases:
+            if weight.dim() != 2 or basis.dim() != 2 or basis.shape[0] != weight.shape[0]:
+                raise ValueError(
+                    f"weight {tuple(weight.shape)} with basis {tuple(basis.shape)}: needed are [d_out, d_in] and "
+                    "[d_out, r]. A flat or empty weight is a ZeRO-3 partition: use ZeRO stage 0-2."
+                )
+            groups.append({"params": [weight], "basis": basis})
+        super().__init__(groups, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401
+        """One projected step for every weight that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            weight, basis = group["params"][0], group["basis"]
+            if weight.grad is None:
+                continue
+            inside = basis.T.to(weight.device, torch.float32) @ weight.grad.float()
+            if group["momentum"]:
+                kept = self.state[weight].setdefault("momentum", torch.zeros_like(inside))
+                inside = kept.mul_(group["momentum"]).add_(inside)
+            weight.sub_((group["lr"] * (basis.to(weight.device, torch.float32) @ inside)).to(weight.dtype))
+        return loss

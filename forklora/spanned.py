@@ -1,0 +1,75 @@
+"""A linear map through a fixed basis that states and reads itself as one plain ``weight``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class SpannedLinear(nn.Module):
+    """A bias-free linear map ``x -> U (core x)`` with a fixed ``U``, which states itself as one plain ``weight``.
+
+    Args:
+        basis: ``U [d_out, k]``, orthonormal columns.
+        core: ``C [k, r]``, the trained numbers.
+        train_basis: whether ``U`` is a parameter as well.
+    """
+
+    def __init__(self, basis: Tensor, core: Tensor, *, train_basis: bool) -> None:
+        super().__init__()
+        self.core = nn.Parameter(core)
+        if train_basis:
+            self.basis = nn.Parameter(basis)
+        else:
+            self.register_buffer("basis", basis, persistent=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """``U C [d_out, r]``."""
+        return self.basis @ self.core.to(self.basis.dtype)
+
+    @property
+    def bias(self) -> None:
+        """There is none; PEFT asks."""
+        return
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[.., r] -> [.., d_out]``."""
+        return nn.functional.linear(nn.functional.linear(x, self.core), self.basis)
+
+    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
+        weight = self.weight
+        destination[prefix + "weight"] = weight if keep_vars else weight.detach()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:  # noqa: ANN401
+        _, _, missing, _, errors = args
+        weight = state_dict.get(prefix + "weight")
+        if weight is None:
+            missing.append(prefix + "weight")
+            return
+        expected = (self.basis.shape[0], self.core.shape[1])
+        if tuple(weight.shape) != expected:
+            errors.append(f"{prefix}weight is {tuple(weight.shape)}, expected {expected}.")
+            return
+        core, basis = factor(weight.to(self.basis.device), self.basis.detach(), free=isinstance(self.basis, nn.Parameter))
+        if not (basis @ core - weight.to(basis)).norm() <= 1e-3 * weight.norm():
+            errors.append(f"{prefix}weight lies outside the span of this layer's basis: load the bases it was trained with.")
+            return
+        with torch.no_grad():
+            self.core.copy_(core)
+            self.basis.copy_(basis)
+
+
+def factor(weight: Tensor, basis: Tensor, *, free: bool) -> tuple[Tensor, Tensor]:
+    """``C [k, r]`` and ``U [d_out, k]``, float64, with ``U C`` as near to ``weight [d_out, r]`` as they can be.
+
+    ``C`` solves the least squares problem for the given ``U``. A free (trained) basis then takes up the rest by its
+    smallest change; how a trained product was split before is not recorded in an ordinary LoRA.
+    """
+    weight, basis = weight.double(), basis.double()
+    core = torch.linalg.lstsq(basis, weight).solution
+    if free:
+        basis = basis + (weight - basis @ core) @ torch.linalg.pinv(core)
+    return core, basis

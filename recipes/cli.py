@@ -1,0 +1,222 @@
+"""The command `forklora`: arguments into calls of the rooms, what comes back into tables and an exit code.
+
+    forklora list
+    forklora run quickstart steps=5 arms.span.rate=0.1 --json run.json
+    forklora copy quickstart mine.yaml
+    forklora capture mine.yaml
+
+Exit codes: 0 success, 1 something failed on the way, 2 bad input (one screen of text, before any long work),
+130 interrupted. A room is imported by the verb that needs it, so that `list` does not wait for torch.
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forklora.recipes.refusal import Refusal
+
+if TYPE_CHECKING:
+    from forklora.recipes.config import Recipe
+    from rich.table import Table
+
+_NEEDED = ("pydantic", "rich", "yaml")
+_OVERRIDES = "changes to the recipe: steps=3, evaluation.prompts=32, arms.0.rate=1e-3, arms.span.rank=2"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code; an unexpected fault leaves as a traceback, with exit code 1."""
+    try:
+        if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
+            raise Refusal(
+                f"the command needs packages that the library alone does not ({', '.join(missing)}); "
+                'pip install "forklora[demo]"'
+            )
+        options = _parsed(arguments)
+        if options.json:
+            _check_writable(options.json.parent, f"for --json {options.json}")
+        code, result = options.verb(options)
+        if options.json:
+            _write_json(options.json, result)
+        return code
+    except Refusal as refusal:
+        print(f"forklora: {refusal}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("forklora: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="forklora", description="Fork-aligned low-rank adapters: run the recipes.")
+    parser.add_argument("--version", action="version", version=importlib.metadata.version("forklora"))
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    run = _verb(verbs, "run", about="train every arm of a recipe, print one table, write records and a report")
+    run.add_argument("--overwrite", action="store_true", help="replace the records of an earlier run in that folder")
+    _verb(verbs, "capture", about="share of a held-out policy gradient that reward-free bases and random ones hold")
+    _verb(verbs, "list", about="the recipes that come with the package")
+    _verb(verbs, "copy", about="copy a recipe, to change it")
+    options, rest = parser.parse_known_args(arguments)
+    # argparse closes the list of overrides at the first option; what follows the option is still meant as one.
+    strays = [word for word in rest if word.startswith("-") or "overrides" not in options]
+    if strays:
+        parser.error(f"unrecognized arguments: {' '.join(strays)}")
+    if rest:
+        options.overrides += rest
+    return options
+
+
+def _verb(verbs: Any, name: str, *, about: str) -> argparse.ArgumentParser:  # noqa: ANN401 - argparse keeps the type private
+    """Adds a verb; the options of a recipe are described in the help of the verbs that take them."""
+    takes_overrides = name in ("run", "capture")
+    parser = verbs.add_parser(
+        name,
+        help=about,
+        description=f"{about[0].upper()}{about[1:]}.",
+        epilog=_option_help() if takes_overrides else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if name != "list":
+        parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or a name that `forklora list` shows")
+    if takes_overrides:
+        parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help=_OVERRIDES)
+    if name == "copy":
+        parser.add_argument("target", metavar="DEST", nargs="?", type=Path, help="file or folder; here if not given")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the result as JSON")
+    parser.set_defaults(verb={"run": _run, "capture": _capture, "list": _list, "copy": _copy}[name])
+    return parser
+
+
+def _option_help() -> str:
+    from forklora.recipes.config import Recipe
+    from forklora.recipes.wording import described_options
+
+    lines = [f"  {key} ({kind}; {default})\n      {about}" for key, kind, default, about in described_options(Recipe)]
+    return "\n".join(["options of a recipe, with their defaults:", *lines])
+
+
+def _run(options: argparse.Namespace) -> tuple[int, Any]:
+    recipe = _checked_recipe(options)
+    from forklora.recipes.run import run_recipe
+
+    records = run_recipe(recipe, overwrite=options.overwrite)
+    from forklora.recipes.report import summary_table, write_report
+
+    page = write_report(Path(recipe.output))
+    _show(_side_by_side(summary_table(records), title=f"{recipe.name}: {recipe.description}"))
+    print(f"report: {page}")
+    unfinished = [str(record["arm"]) for record in records if record["status"] != "done"]
+    if unfinished:
+        print(f"forklora: not finished: {', '.join(unfinished)}", file=sys.stderr)
+    return (1 if unfinished else 0), {"records": records, "report": str(page)}
+
+
+def _capture(options: argparse.Namespace) -> tuple[int, Any]:
+    recipe = _checked_recipe(options)
+    from forklora.recipes.capture import run_capture
+
+    result = run_capture(recipe)
+    _show(_table(result["rows"], title="share of a held-out policy gradient's energy inside the bases"))
+    return 0, result
+
+
+def _list(_: argparse.Namespace) -> tuple[int, Any]:
+    from forklora.recipes.config import Recipe, recipe_paths
+    from forklora.recipes.reading import read_yaml
+
+    recipes = {name: Recipe.model_validate(read_yaml(path)) for name, path in recipe_paths().items()}
+    rows = [
+        {
+            "name": name,
+            "task": recipe.task.name,
+            "arms": ", ".join(arm.name for arm in recipe.arms),
+            "description": recipe.description,
+        }
+        for name, recipe in recipes.items()
+    ]
+    _show(_table(rows, title="recipes"))
+    return 0, rows
+
+
+def _copy(options: argparse.Namespace) -> tuple[int, Any]:
+    from forklora.recipes.config import find_recipe
+
+    source = find_recipe(options.recipe)
+    target = options.target or Path()
+    target = target / source.name if target.is_dir() else target
+    try:
+        with source.open("rb") as original, target.open("xb") as copy:
+            shutil.copyfileobj(original, copy)
+    except FileExistsError as error:
+        raise Refusal(f"{target} exists already and is left as it is; name another file") from error
+    except OSError as error:
+        raise Refusal(f"cannot write {target}: {error.strerror}") from error
+    print(f"{target}: change it, then `forklora run {target}`")
+    return 0, {"recipe": str(source), "copy": str(target)}
+
+
+def _checked_recipe(options: argparse.Namespace) -> "Recipe":
+    """The recipe, after everything that can be found wrong in a second has been looked at."""
+    from forklora.recipes.config import load_recipe
+
+    recipe = load_recipe(options.recipe, options.overrides)
+    from forklora.recipes.demo import DEMO_NAME, demo_weights
+
+    if recipe.model.name == DEMO_NAME:
+        demo_weights()
+    _check_writable(Path(recipe.output), "for the output; choose another folder with output=FOLDER")
+    return recipe
+
+
+def _check_writable(folder: Path, purpose: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise Refusal(f"cannot write to {folder} ({error.strerror}), {purpose}") from error
+
+
+def _write_json(path: Path, result: Any) -> None:  # noqa: ANN401 - any JSON value
+    """Writes the file whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _show(table: "Table") -> None:
+    from rich.console import Console
+
+    # A pipe has no width of its own; 120 columns keep the rows whole in logs.
+    Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 120).print(table)
+
+
+def _table(rows: Sequence[Mapping[str, Any]], *, title: str) -> "Table":
+    """A table with one line per row; the first row's keys are the headings."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for heading, value in (rows[0] if rows else {}).items():
+        table.add_column(heading, justify="left" if isinstance(value, str) else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
+    return table
+
+
+def _side_by_side(rows: Sequence[Mapping[str, str]], *, title: str) -> "Table":
+    """A table with one column per row, for rows of many short entries; lines that are empty throughout are left out."""
+    from forklora.recipes.summary import MISSING
+
+    headings, *others = rows[0]
+    lines = [{headings: other, **{row[headings]: row[other] for row in rows}} for other in others]
+    return _table([line for line in lines if {*line.values()} - {line[headings], MISSING}], title=title)

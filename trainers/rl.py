@@ -1,0 +1,259 @@
+"""``ForkGRPOTrainer``: TRL's GRPO with bases from its own rollouts, the recorded sampler and the centered loss.
+
+Decisions: bases are collected before TRL builds anything, so optimizer and DeepSpeed see the final parameters; each prompt
+runs once for its group; training uses the recorded backward signal and never touches the vocabulary; rows that carry
+nothing are skipped but counted; options that contradict the loss are refused by name.
+
+    trainer = ForkGRPOTrainer(model, reward_funcs=reward, args=ForkGRPOConfig("out"), train_dataset=prompts,
+                              peft_config=ForkLoraConfig(kind="span", r=1))
+    trainer.train()
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from trl import GRPOConfig
+
+from forklora.adapter import ForkLoraConfig
+from forklora.attach import needed
+from forklora.bases import BasisConfig, Bases, collect_bases, encode
+from forklora.forks import find_forks
+from forklora.forward import completion_hidden
+from forklora.losses import per_batch, prefix_value, signal_loss
+from forklora.optim import StepLengthSGD
+from forklora.rollouts import Sampler, sample, stop_at
+from forklora.trace import Trace
+from forklora.trainers.bridge import SeamedGRPOTrainer, accumulated_items, load_policy
+from forklora.unembed import read_unembedding
+
+CENTERINGS = ("none", "sampler", "value")
+_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")
+
+
+@dataclass
+class ForkGRPOConfig(GRPOConfig):
+    """TRL's ``GRPOConfig`` with four more decisions; everything else keeps its meaning.
+
+    Attributes:
+        score_centering: ``sampler`` subtracts the sampler's mean score exactly, from the recorded distribution; ``value``
+            subtracts from the signal its average at each prefix and needs no probabilities; ``none`` is TRL's loss.
+        step_length: plain SGD whose every step moves the weights by this Frobenius length, all layers together; None
+            leaves the optimizer to ``optim`` and ``learning_rate``.
+        basis_prompts: prompts of the training set rolled out for the bases when the adapter brings none.
+        basis_seed: of these rollouts.
+    """
+
+    gradient_checkpointing: bool = field(
+        default=False, metadata={"help": "Checkpointing runs prompts once per row instead of once per group."}
+    )
+    score_centering: str = field(default="sampler", metadata={"help": "sampler, value or none."})
+    step_length: float | None = field(default=0.05, metadata={"help": "Frobenius length of each SGD step, or None."})
+    basis_prompts: int = field(default=64, metadata={"help": "Prompts rolled out to find the forks."})
+    basis_seed: int = field(default=0, metadata={"help": "Seed of the rollouts for the bases."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.score_centering not in CENTERINGS:
+            raise ValueError(f"score_centering={self.score_centering!r} is not one of {', '.join(CENTERINGS)}.")
+        if self.step_length is not None and not self.step_length > 0:
+            raise ValueError(f"step_length={self.step_length} must be above 0, or None for optim={self.optim}.")
+        if self.score_centering == "sampler":
+            self._refuse()
+
+    def _refuse(self) -> None:
+        every = self.steps_per_generation * self.num_iterations
+        contradictions = {
+            "use_vllm": (self.use_vllm, "the engine does not report the whole distribution it draws from"),
+            "use_transformers_continuous_batching": (
+                self.use_transformers_continuous_batching,
+                "it does not report the distribution it draws from",
+            ),
+            "loss_type": (self.loss_type not in _LOSSES, f"the centered loss has no ratio; use one of {_LOSSES}"),
+            "num_iterations or steps_per_generation": (
+                self.gradient_accumulation_steps % every != 0,
+                "the centered loss is unbounded and has no brake for several updates on the same rollouts",
+            ),
+            "beta": (self.beta != 0.0, "the KL term needs the policy's softmax over the vocabulary"),
+            "delta": (self.delta is not None, "there is no ratio to clip"),
+            "importance_sampling_level": (self.importance_sampling_level != "token", "there is no ratio"),
+            "top_entropy_quantile": (self.top_entropy_quantile != 1.0, "entropies are not computed"),
+            "entropy_coef": (self.entropy_coef != 0.0, "entropies are not computed"),
+            "use_adaptive_entropy": (self.use_adaptive_entropy, "entropies are not computed"),
+            "off_policy_mask_threshold": (self.off_policy_mask_threshold is not None, "there is no ratio"),
+            "cache_implementation": (self.cache_implementation is not None, "the prompt's cache is shared and grows"),
+            "generation_kwargs": (bool(set(self.generation_kwargs or {}) - {"stop_strings"}), "only stop_strings"),
+        }
+        found = [f"{name} ({why})" for name, (bad, why) in contradictions.items() if bad]
+        if found:
+            raise ValueError(
+                f"score_centering='sampler' does not go with {'; '.join(found)}. Take it out, or use "
+                "score_centering='none' (TRL's own loss) or 'value'."
+            )
+
+
+class ForkGRPOTrainer(SeamedGRPOTrainer):
+    """GRPO on the forks: as ``trl.GRPOTrainer``, to be given a ``ForkLoraConfig`` (or any other adapter, or none).
+
+    Args are TRL's. ``bases`` holds what was collected, and is written to ``output_dir/bases.safetensors``; ``trace`` is the
+    latest recorded batch of rollouts.
+    """
+
+    def __init__(
+        self, model: Any, reward_funcs: Any = None, args: ForkGRPOConfig | None = None, **kwargs: Any  # noqa: ANN401
+    ) -> None:
+        if args is None:
+            args = ForkGRPOConfig("fork-grpo")
+        if not isinstance(args, ForkGRPOConfig):
+            raise TypeError(f"args is a {type(args).__name__}; ForkGRPOTrainer takes a ForkGRPOConfig.")
+        self.recording = self.own_loss = args.score_centering == "sampler"
+        _refuse_parts(args, kwargs)
+        if isinstance(model, str):
+            model = load_policy(model, args)
+        peft_config, self.bases = kwargs.get("peft_config"), None
+        if isinstance(peft_config, ForkLoraConfig):
+            if peft_config.bases is None:
+                self.bases = self._collect(model, args, kwargs)
+                peft_config = replace(peft_config, bases=self.bases)
+            kwargs = {**kwargs, "peft_config": peft_config}
+        super().__init__(model, reward_funcs, args, **kwargs)
+        if self.own_loss and self.aux_loss_enabled:
+            raise ValueError("score_centering='sampler' has no router loss: set router_aux_loss_coef=0.0.")
+        self._head = read_unembedding(self.model, self._tokenizer) if self.recording else None
+        self._sampler = _sampler(self.args, self._tokenizer, self.eos_token_ids) if self.recording else None
+
+    @staticmethod
+    def _collect(model: nn.Module, args: ForkGRPOConfig, kwargs: dict[str, Any]) -> Bases:
+        tokenizer, data = kwargs.get("processing_class"), kwargs.get("train_dataset")
+        if tokenizer is None:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(model.config._name_or_path, padding_side="left")
+        if data is None:
+            raise ValueError("a ForkLoraConfig without bases needs a train_dataset with prompts to roll out.")
+        prompts = [row["prompt"] for row in islice(_shuffled(data, args.basis_seed), args.basis_prompts)]
+        rank, ranks = args.process_index, args.world_size
+        config = BasisConfig(group=args.num_generations, seed=args.basis_seed, progress=not args.disable_tqdm)
+        config = needed(model, kwargs["peft_config"], config)
+        settings = args.chat_template_kwargs or {}
+        ids = [encode(tokenizer, prompt, **settings) for prompt in prompts[rank::ranks]]
+        eos = _eos_ids(model, tokenizer)
+        bases = collect_bases(
+            model.to(args.device), tokenizer, ids, config=config, sampler=_sampler(args, tokenizer, eos)
+        )
+        if args.process_index == 0:
+            bases.save(Path(args.output_dir) / "bases.safetensors")
+        return bases
+
+    def draw(self, model: nn.Module, prompts: list[list[int]]) -> Trace:
+        """Complete each prompt once, recording the distribution it was drawn from."""
+        trace = sample(model, prompts, sampler=self._sampler, unembedding=self._head)
+        mask = trace.completion_mask
+        self.metric("forks/share", len(find_forks(trace)) / max(int(mask.sum()), 1))
+        self.metric("forks/spread", float(trace.spread[mask].mean()))
+        self.metric("forks/leak", float(trace.leak[mask].mean()))
+        return trace
+
+    def policy_loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        """``-A <delta, h>`` summed as TRL's ``loss_type`` says; rows without signal are left out of the model."""
+        mask = batch["completion_mask"].bool()
+        signal = batch["advantages"]
+        carrying = (signal != 0) & mask.any(-1)
+        self.metric("forks/carrying_rows", float(carrying.float().mean()))
+        kept = carrying.nonzero()[:, 0]
+        if len(kept) == 0:
+            kept = torch.zeros(1, dtype=torch.long, device=signal.device)  # every rank runs the model, and gradients exist
+        hidden = completion_hidden(
+            model,
+            batch["prompt_ids"][kept],
+            batch["prompt_mask"][kept].bool(),
+            completion_ids=batch["completion_ids"][kept],
+            completion_mask=mask[kept],
+        )
+        losses = signal_loss(hidden, batch["delta"][kept], signal[kept, None])
+        per_token = torch.zeros(mask.shape, dtype=losses.dtype, device=losses.device).index_copy(0, kept, losses)
+        kind, items = self.loss_type, accumulated_items(self, batch)
+        loss = per_batch(per_token, mask, kind=kind, longest=self.max_completion_length, items=items)
+        return loss if kind == "dapo" else loss / self.accumulation
+
+    def finish_rollouts(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The recorded signal joins its rows; under ``value`` the advantage loses its average at each prefix.
+
+        Both are done on the whole generation batch, so the gradient does not depend on how it is split afterwards.
+        """
+        ids, mask = batch["completion_ids"], batch["completion_mask"].bool()
+        if self.args.score_centering == "sampler":
+            delta = self.trace.delta.to(ids.device)
+            return {**batch, "delta": nn.functional.pad(delta, (0, 0, 0, ids.shape[1] - delta.shape[1]))}
+        if self.args.score_centering == "value":
+            keyed = torch.where(batch["prompt_mask"].bool(), batch["prompt_ids"], -1)
+            group = torch.unique(keyed, dim=0, return_inverse=True)[1]
+            value = prefix_value(batch["advantages"], ids, mask, group=group)
+            return {**batch, "advantages": batch["advantages"][:, None] - value}
+        return batch
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:  # noqa: ANN401
+        """Plain SGD of fixed step length over the adapter, unless ``step_length`` is None."""
+        trained = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        if not trained:
+            raise ValueError("nothing to train: no parameter asks for a gradient.")
+        if self.args.step_length is None or self.optimizer is not None:
+            return super().create_optimizer(*args, **kwargs)
+        scalings = _scalings(self.model)
+        groups: dict[float, list[Tensor]] = {}
+        for name, parameter in trained:
+            groups.setdefault(scalings.get(name, 1.0), []).append(parameter)
+        grouped = [{"params": params, "scaling": scale} for scale, params in groups.items()]
+        self.optimizer = StepLengthSGD(grouped, lr=self.args.step_length)
+        return self.optimizer
+
+
+def _scalings(model: nn.Module) -> dict[str, float]:
+    """LoRA scaling ``s`` of each adapter parameter by its name."""
+    found = {}
+    lora = ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
+    for layer, module in lora:
+        for adapter, scale in module.scaling.items():
+            for slot in ("lora_A", "lora_B"):
+                inner = getattr(module, slot)
+                if adapter in inner:
+                    found.update({f"{layer}.{slot}.{adapter}.{n}": scale for n, _ in inner[adapter].named_parameters()})
+    return found
+
+
+def _refuse_parts(args: ForkGRPOConfig, kwargs: dict[str, Any]) -> None:
+    given = [name for name in ("tools", "rollout_func", "environment_factory") if kwargs.get(name)]
+    if given and args.score_centering == "sampler":
+        raise ValueError(
+            f"score_centering='sampler' does not go with {', '.join(given)}: tokens that the trainer's own sampler did not "
+            "draw have no recorded distribution. Use score_centering='none' or 'value'."
+        )
+
+
+def _sampler(args: ForkGRPOConfig, tokenizer: Any, stop_ids: list[int]) -> Sampler:  # noqa: ANN401
+    return Sampler(
+        max_new_tokens=args.max_completion_length,
+        temperature=args.temperature,
+        top_k=args.top_k or 0,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        stop_ids=tuple(stop_ids),
+        stop=stop_at(tokenizer, (args.generation_kwargs or {}).get("stop_strings") or ()),
+    )
+
+
+def _eos_ids(model: nn.Module, tokenizer: Any) -> list[int]:  # noqa: ANN401
+    declared = model.generation_config.eos_token_id
+    found = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
+    return sorted({*found, tokenizer.eos_token_id} - {None})
+
+
+def _shuffled(data: Any, seed: int) -> Any:  # noqa: ANN401
+    return data.shuffle(seed=seed) if hasattr(data, "shuffle") else data
