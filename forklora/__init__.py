@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from forklora.adapter import ForkLoraConfig as ForkLoraConfig
     from forklora.adapter import add_fork_lora as add_fork_lora
+    from forklora.attachment import attach as attach
     from forklora.bases import Bases as Bases
     from forklora.bases import collect_bases as collect_bases
     from forklora.export import save_plain_lora as save_plain_lora
     from forklora.optim import ProjectedSGD as ProjectedSGD
+    from forklora.optim import StepLengthSGD as StepLengthSGD
     from forklora.trace import Trace as Trace
 
 __version__ = "0.1.0"
@@ -27,7 +29,9 @@ _ROOMS = {
     "ForkLoraConfig": "forklora.adapter",
     "ProjectedSGD": "forklora.optim",
     "Trace": "forklora.trace",
+    "StepLengthSGD": "forklora.optim",
     "add_fork_lora": "forklora.adapter",
+    "attach": "forklora.attachment",
     "collect_bases": "forklora.bases",
     "save_plain_lora": "forklora.export",
 }

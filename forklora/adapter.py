@@ -1,9 +1,10 @@
 """The LoRA variant for PEFT: ``ForkLoraConfig`` and the four kinds.
 
-Decisions: every kind lives in PEFT's own ``lora_A`` and ``lora_B`` slots, so PEFT's forward, merging, saving and loading are
+Decisions: every kind lives in PEFT's own ``lora_A`` and ``lora_B`` slots, so PEFT's forward, merging, saving and
+    loading are
 used as they are; what is frozen is declared through PEFT's list of frozen weights, which PEFT applies again after
-``set_adapter``, ``load_adapter`` and the rest; a factor made of two (``U C`` or ``U Gamma``) is one small module that states
-and reads itself as a plain ``weight``. So whatever saves the model writes an ordinary LoRA.
+``set_adapter``, ``load_adapter`` and the rest; a factor made of two (``U C`` or ``U Gamma``) is one small module that
+states and reads itself as a plain ``weight``. So whatever saves the model writes an ordinary LoRA.
 
     span    W + s U A            U frozen, A = 0 trained
     core    W + s U C A          U frozen, C = first unit vectors and A = 0 trained
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import Linear, LoraVariant
-from peft.tuners.tuners_utils import _maybe_include_all_linear_layers, check_target_module_exists
+from peft.tuners.tuners_utils import BaseTunerLayer, _maybe_include_all_linear_layers, check_target_module_exists
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -41,23 +42,24 @@ _REFUSED = {
 class ForkLoraConfig(LoraConfig):
     """A ``LoraConfig`` whose factors start from, and mostly stay in, the bases of the model's forks.
 
-    Use it wherever a ``LoraConfig`` goes. With ``bases`` it works with any trainer; without, ``ForkGRPOTrainer`` collects
-    them from its own first rollouts.
+    Use it wherever a ``LoraConfig`` goes. With ``bases`` it works with any trainer; without, ``ForkGRPOTrainer``
+    collects them from its own first rollouts.
 
     Attributes:
         kind: ``span``, ``core``, ``inputs`` or ``block``; see the module's table.
-        width: number ``k`` of output directions of ``core`` and ``block``; None takes ``r`` (block) or ``max(16, r)`` (core).
+        width: number ``k`` of output directions of ``core`` and ``block``; None takes ``r`` (block) or ``max(16, r)``
+            (core).
         bases: mapping of layer name to its bases: a ``LayerBasis``, a pair ``(output [d_out, k], input [d_in, m])`` or,
             for the kinds that need only one side, a tensor. Kept out of saved files.
         train_basis: train the basis too; then it is only the starting point and nothing keeps the update in the span.
 
-    ``r`` is the rank of the update (number of input directions for ``inputs`` and ``block``); ``lora_alpha`` defaults to
-    ``r``, so the scaling is 1.
+    ``r`` is the rank of the update (number of input directions for ``inputs`` and ``block``); ``lora_alpha`` defaults
+    to ``r``, so the scaling is 1.
     """
 
     kind: str = field(default="span", metadata={"help": f"One of {', '.join(KINDS)}.", "is_lora_variant": True})
     r: int = field(default=1, metadata={"help": "Rank of the update."})
-    lora_alpha: int | None = field(default=None, metadata={"help": "Scaling is lora_alpha / r; None takes r."})
+    lora_alpha: Any = field(default=None, metadata={"help": "Scaling is lora_alpha / r; None takes r."})
     target_modules: Any = field(default="all-linear", metadata={"help": "As in LoraConfig."})
     width: int | None = field(default=None, metadata={"help": "Output directions of core and block."})
     bases: Mapping[str, Any] | None = field(default=None, repr=False, metadata={"help": "Layer name to bases."})
@@ -70,14 +72,18 @@ class ForkLoraConfig(LoraConfig):
             self.lora_alpha = self.r
         super().__post_init__()
         if self.init_lora_weights is not True:
-            raise ValueError(f"init_lora_weights={self.init_lora_weights!r}: the bases are the initialization; leave it True.")
+            raise ValueError(
+                f"init_lora_weights={self.init_lora_weights!r}: the bases are the initialization; leave it True."
+            )
         for name, neutral in _REFUSED.items():
             if getattr(self, name) not in (neutral, None, False):
                 raise ValueError(f"{name}={getattr(self, name)!r} has no meaning for kind={self.kind!r}: leave it out.")
         if self.width is not None and self.kind in ("span", "inputs"):
             raise ValueError(f"width={self.width} belongs to core and block; kind={self.kind!r} has only r={self.r}.")
         if self.output_width < self.r and self.kind in ("core", "block"):
-            raise ValueError(f"width={self.width} output directions cannot carry rank r={self.r}: width must be r or more.")
+            raise ValueError(
+                f"width={self.width} output directions cannot carry rank r={self.r}: width must be r or more."
+            )
         self._register_custom_module({nn.Linear: ForkLinear, Conv1D: ForkLinear})
 
     @property
@@ -106,7 +112,12 @@ class ForkVariant(LoraVariant):
     """Fills PEFT's two slots for a kind; forward and merging are vanilla LoRA's."""
 
     @staticmethod
-    def init(module: Any, adapter_name: str, config: ForkLoraConfig, **kwargs: Any) -> None:  # noqa: ANN401
+    def init(  # pyright: ignore[reportIncompatibleMethodOverride] - PEFT calls it with these
+        module: Any,  # noqa: ANN401
+        adapter_name: str,
+        config: ForkLoraConfig,
+        **kwargs: Any,
+    ) -> None:
         """Called by PEFT at the end of ``update_layer``: put the layer's bases into ``lora_A`` and ``lora_B``."""
         layer, r = kwargs["target_name"], module.r[adapter_name]
         # PEFT has cast both slots to the base's dtype; bases are kept in float32, and so are small steps
@@ -156,7 +167,7 @@ class ForkLinear(Linear):
     """PEFT's LoRA layer for ``Linear`` and ``Conv1D`` that also knows the fork variant."""
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:  # noqa: ANN401
-        inner = base_layer.get_base_layer() if hasattr(base_layer, "get_base_layer") else base_layer
+        inner = base_layer.get_base_layer() if isinstance(base_layer, BaseTunerLayer) else base_layer
         transposed = isinstance(inner, Conv1D)
         super().__init__(base_layer, adapter_name, config=config, is_target_conv_1d_layer=transposed, **kwargs)
         self.fan_in_fan_out = transposed
@@ -211,13 +222,15 @@ def _sides(config: ForkLoraConfig, layer: str, shape: tuple[int, int]) -> tuple[
     """Output and input basis of a layer, with their sizes checked against the layer's ``(d_out, d_in)``."""
     if config.bases is None:
         raise ValueError(
-            "ForkLoraConfig has no bases. Collect them (forklora.attach(model, config, tokenizer=.., prompts=..)), load "
-            "them (Bases.load), pass any mapping of layer names to tensors, or train with ForkGRPOTrainer."
+            "ForkLoraConfig has no bases. Collect them (forklora.attach(model, config, tokenizer=.., prompts=..)), "
+            "load them (Bases.load), pass any mapping of layer names to tensors, or train with ForkGRPOTrainer."
         )
     found = config.bases.get(layer)
     if found is None:
         near = ", ".join(list(config.bases)[:3])
-        raise ValueError(f"no basis for target layer {layer}; there are bases for {len(config.bases)} layers ({near}, ..).")
+        raise ValueError(
+            f"no basis for target layer {layer}; there are bases for {len(config.bases)} layers ({near}, ..)."
+        )
     if isinstance(found, Tensor):
         sides = (None, found) if config.kind == "inputs" else (found, None)
     elif isinstance(found, tuple | list):

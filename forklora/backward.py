@@ -1,14 +1,15 @@
 """Runs one backward pass on pseudo-advantages over a trace and sums what each layer saw.
 
-Decisions: no reward is used; parameters ask for no gradient, so the pass costs activations only; each layer's ``x`` and ``g``
+Decisions: no reward is used; parameters ask for no gradient, so the pass costs activations only; each layer's ``x``
+    and ``g``
 go into its sketches inside the backward hook and are let go at once.
 """
 
 from __future__ import annotations
 
 import contextlib
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -43,7 +44,7 @@ def residual_writers(model: nn.Module, width: int) -> list[str]:
     ]
 
 
-def layer_shape(module: nn.Module) -> tuple[int, int]:
+def layer_shape(module: Any) -> tuple[int, int]:  # noqa: ANN401 - a linear layer of any library
     """``(d_out, d_in)`` of a linear layer, also of quantized ones and of GPT-2's transposed ``Conv1D``."""
     if hasattr(module, "out_features"):
         return int(module.out_features), int(module.in_features)
@@ -54,15 +55,16 @@ def layer_shape(module: nn.Module) -> tuple[int, int]:
 class LayerSums:
     """Additive statistics of target layers over any number of traces.
 
-    Per layer ``S = sum g g^T`` (output side) and ``H = sum |g|^2 x x^T`` (input side at the forks), over all positions, where
-    ``x`` is the layer's input and ``g`` the gradient at its output; and once ``C = sum delta delta^T``.
+    Per layer ``S = sum g g^T`` (output side) and ``H = sum |g|^2 x x^T`` (input side at the forks), over all
+    positions, where ``x`` is the layer's input and ``g`` the gradient at its output; and once ``C = sum delta
+    delta^T``.
 
     Args:
         model: the model, for the shapes of its layers.
         layers: names of the target layers.
         hidden: size of a hidden state.
         width: columns of each sketch.
-        seed: of all sketches; each layer's differs by its name.
+        seed: of all sketches.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[str], *, hidden: int, width: int, seed: int) -> None:
@@ -72,43 +74,24 @@ class LayerSums:
         self.modules = {n: modules[n] for n in layers}
         self.sides: dict[str, tuple[Sketch, Sketch]] = {}
         for name, module in self.modules.items():
-            own = zlib.crc32(name.encode()) ^ seed
             d_out, d_in = layer_shape(module)
             self.sides[name] = (
-                Sketch(d_out, width=min(width, d_out), seed=own),
-                Sketch(d_in, width=min(width, d_in), seed=own + 1),
+                Sketch(d_out, width=min(width, d_out), seed=seed),
+                Sketch(d_in, width=min(width, d_in), seed=seed),
             )
         self.signal = Sketch(hidden, width=min(256, hidden), seed=seed)
 
-    def add(self, model: nn.Module, trace: Trace, advantages: Float[Tensor, " n"]) -> None:
+    def add(self, model: nn.Module, trace: Trace, *, advantages: Float[Tensor, " n"]) -> None:
         """Run the centered loss ``sum A <delta, h>`` backward over the trace and add what each layer saw."""
         delta, mask = signal_of(trace), trace.completion_mask
         self.signal.add(delta[mask])
-        with self._listening():
-            backward(model, trace, advantages)
-
-    @contextlib.contextmanager
-    def _listening(self) -> Iterator[None]:
-        def listen(name: str) -> Callable[..., None]:
-            def forward(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-                x = args[0].detach()
-                if output.requires_grad:
-                    output.register_hook(lambda g: self._add(name, x, g.detach()))
-
-            return forward
-
-        handles = [module.register_forward_hook(listen(name)) for name, module in self.modules.items()]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        with listening(self.modules, self._add):
+            backward(model, trace, advantages=advantages)
 
     def _add(self, name: str, x: Tensor, g: Tensor) -> None:
-        x, g = x.flatten(0, -2), g.flatten(0, -2).float()
         output, input_ = self.sides[name]
         output.add(g)
-        input_.add(x, g.square().sum(-1))
+        input_.add(x, g.float().square().sum(-1))
 
     def all_reduce(self) -> None:
         """Add up the sums of all ranks, so that every rank reads the same bases; nothing to do on one."""
@@ -118,6 +101,49 @@ class LayerSums:
                 side.all_reduce()
 
 
+@contextlib.contextmanager
+def listening(modules: Mapping[str, nn.Module], receive: Callable[[str, Tensor, Tensor], None]) -> Iterator[None]:
+    """Within the block every backward pass hands over, per layer: name, input ``x`` and output gradient ``g``."""
+
+    def listen(name: str) -> Callable[..., None]:
+        def forward(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            x = args[0].detach()
+            if output.requires_grad:
+                output.register_hook(lambda g: receive(name, x.flatten(0, -2), g.detach().flatten(0, -2)))
+
+        return forward
+
+    handles = [module.register_forward_hook(listen(name)) for name, module in modules.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class WeightGradients:
+    """Gradient ``G = sum g x^T`` of the centered loss at each layer, dense, over any number of traces.
+
+    Args:
+        model: the model.
+        layers: names of the layers.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[str]) -> None:
+        modules = dict(unwrap(model).named_modules())
+        self.modules = {name: modules[name] for name in layers}
+        self.sums: dict[str, Float[Tensor, "o i"]] = {}
+
+    def add(self, model: nn.Module, trace: Trace, *, advantages: Float[Tensor, " n"]) -> None:
+        """Run the loss backward over the trace and add what each layer's weight would have got."""
+        with listening(self.modules, self._add):
+            backward(model, trace, advantages=advantages)
+
+    def _add(self, name: str, x: Tensor, g: Tensor) -> None:
+        found = g.float().T @ x.float()
+        self.sums[name] = self.sums[name] + found if name in self.sums else found
+
+
 def signal_of(trace: Trace) -> Float[Tensor, "n t d"]:
     """The trace's backward signal, or an error that says how to record it."""
     if trace.delta is None:
@@ -125,7 +151,7 @@ def signal_of(trace: Trace) -> Float[Tensor, "n t d"]:
     return trace.delta
 
 
-def backward(model: nn.Module, trace: Trace, advantages: Float[Tensor, " n"]) -> None:
+def backward(model: nn.Module, trace: Trace, *, advantages: Float[Tensor, " n"]) -> None:
     """Backward pass of ``sum_t A <delta_t, h_t>`` through all activations; no parameter gets a gradient."""
     device = next(unwrap(model).parameters()).device
     mask = trace.completion_mask.to(device)
@@ -133,7 +159,7 @@ def backward(model: nn.Module, trace: Trace, advantages: Float[Tensor, " n"]) ->
         hidden = completion_hidden(
             model,
             trace.prompt_ids.to(device),
-            trace.prompt_mask.to(device),
+            prompt_mask=trace.prompt_mask.to(device),
             completion_ids=trace.completion_ids.to(device),
             completion_mask=mask,
         )
@@ -144,13 +170,13 @@ def backward(model: nn.Module, trace: Trace, advantages: Float[Tensor, " n"]) ->
 def residual_signal(model: nn.Module, trace: Trace) -> Float[Tensor, "n d"]:
     """The backward signal at the residual stream, past the final norm only: the identity path, one row per token.
 
-    For ``h = gain * r / rms(r)`` it is ``(I - rhat rhat^T)(gain * delta) / rms(r)`` ("Low-rank in hidden space", section 4).
-    It is taken by autograd through the norm module itself, so any norm is right.
+    For ``h = gain * r / rms(r)`` it is ``(I - rhat rhat^T)(gain * delta) / rms(r)`` ("Low-rank in hidden space",
+    section 4). It is taken by autograd through the norm module itself, so any norm is right.
 
     Raises:
         ValueError: the module before the head is not a norm of the residual stream.
     """
-    calls: list[tuple[nn.Module, Tensor]] = []
+    calls: list[tuple[nn.Module, Tensor]] = []  # every norm the forward pass went through, with its input
     base = unwrap(model)
     norms = [m for m in base.modules() if "norm" in type(m).__name__.lower()]
     handles = [m.register_forward_hook(lambda m, args, _: calls.append((m, args[0]))) for m in norms]
@@ -161,12 +187,14 @@ def residual_signal(model: nn.Module, trace: Trace) -> Float[Tensor, "n d"]:
     try:
         with frozen(model), torch.no_grad():
             hidden = _plain_hidden(model, ids, whole_mask)
-            norm, stream = calls[-1] if calls else (None, None)
-            if norm is None or stream.shape != hidden.shape or not torch.equal(norm(stream), hidden):
-                raise ValueError(f"the head of {type(base).__name__} is not fed by a norm of the residual stream.")
+        fed = bool(calls) and calls[-1][1].shape == hidden.shape
     finally:
         for handle in handles:
             handle.remove()
+    norm, stream = calls[-1] if fed else (nn.Identity(), hidden)
+    with frozen(model), torch.no_grad():
+        if not fed or not torch.equal(norm(stream), hidden):
+            raise ValueError(f"the head of {type(base).__name__} is not fed by a norm of the residual stream.")
     start = trace.prompt_ids.shape[1] - 1
     at = stream[:, start:-1][mask].detach().requires_grad_(True)
     with frozen(model), torch.enable_grad():
@@ -176,7 +204,7 @@ def residual_signal(model: nn.Module, trace: Trace) -> Float[Tensor, "n d"]:
 
 def _plain_hidden(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
     with hidden_only(model) as caught:
-        model(input_ids=ids, **Calls.of(model).arguments(mask, ids.shape[1], None))
+        model(input_ids=ids, **Calls.of(model).arguments(mask, length=ids.shape[1], cache=None))
     return caught[0]
 
 
@@ -198,7 +226,9 @@ def frozen(model: nn.Module) -> Iterator[None]:
     asked = [p for p in model.parameters() if p.requires_grad]
     modes = [(m, m.training) for m in model.modules()]
     source = unwrap(model).get_input_embeddings()
-    handle = source.register_forward_hook(lambda _, __, out: out.requires_grad_(True) if torch.is_grad_enabled() else out)
+    handle = source.register_forward_hook(
+        lambda _, __, out: out.requires_grad_(True) if torch.is_grad_enabled() else out
+    )
     for p in asked:
         p.requires_grad_(False)
     model.eval()

@@ -1,6 +1,7 @@
 """Turns a model and its rollouts into one output basis and one input basis per target layer, without any reward.
 
-Decisions: every rollout gets a pseudo-advantage (random, mean zero in its group) and the trainer's own backward pass is run
+Decisions: every rollout gets a pseudo-advantage (random, mean zero in its group) and the trainer's own backward pass
+    is run
 on the centered loss; at each layer the gradient ``g`` at the output and the input ``x`` go into additive sketches of
 ``S = sum g g^T`` (output side) and ``H = sum |g|^2 x x^T`` (input side at the forks). Sums are kept, never d x d
 matrices, and what was accumulated on several ranks is added up before any eigenvector is read.
@@ -39,7 +40,7 @@ class BasisConfig:
         input: directions ``m`` kept on the input side.
         group: completions per prompt.
         batch: prompts per rollout and per backward pass.
-        width: columns of each sketch; None takes ``max(64, 4 k)``.
+        width: columns of each sketch; None takes ``max(32, 4 k)``.
         seed: of rollouts, pseudo-advantages and sketches; the global random state is left alone.
         layers: names of the target layers; None takes every linear layer but the head.
         progress: show a bar.
@@ -151,7 +152,7 @@ def collect_bases(
     """
     head = read_unembedding(model, tokenizer)
     layers = linear_layers(model) if config.layers is None else list(config.layers)
-    width = config.width or max(64, 4 * max(config.output, config.input))
+    width = config.width or max(32, 4 * max(config.output, config.input))
     sums = LayerSums(model, layers, hidden=head.width, width=width, seed=config.seed)
     ids = [encode(tokenizer, p) for p in prompts]
     forks = rollouts = 0
@@ -160,7 +161,7 @@ def collect_bases(
         for i in tqdm(starts, desc="forks", unit="batch", disable=not config.progress, leave=False):
             chunk = ids[i : i + config.batch]
             trace = sample(model, chunk, sampler=sampler, group=config.group, unembedding=head)
-            sums.add(model, trace, pseudo_advantages(trace.group))
+            sums.add(model, trace, advantages=pseudo_advantages(trace.group))
             forks, rollouts = forks + len(find_forks(trace)), rollouts + len(trace)
     sums.all_reduce()
     facts = {"seed": config.seed, "rollouts": rollouts, "forks": forks, "prompts": len(ids), "group": config.group}
@@ -211,7 +212,9 @@ def encode(tokenizer: Any, prompt: Any, **settings: Any) -> list[int]:  # noqa: 
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
     if prompt and isinstance(prompt[0], dict):
-        return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True, **settings)["input_ids"])
+        return list(
+            tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True, **settings)["input_ids"]
+        )
     return [int(i) for i in prompt]
 
 

@@ -29,13 +29,13 @@ def plain_lora(peft_model: PeftModel, adapter_name: str = "default") -> tuple[di
     bad = [name for name, value in tensors.items() if value.numel() == 0 or not torch.isfinite(value).all()]
     if bad or not tensors:
         raise ValueError(
-            f"{len(bad)} of {len(tensors)} adapter tensors are empty or not finite ({', '.join(bad[:2])}): under ZeRO-3 "
-            "gather the parameters first; nothing was written."
+            f"{len(bad)} of {len(tensors)} adapter tensors are empty or not finite ({', '.join(bad[:2])}): under "
+            "ZeRO-3 gather the parameters first; nothing was written."
         )
     return {k: sorted(v) if isinstance(v, set) else v for k, v in config.items()}, tensors
 
 
-def save_plain_lora(peft_model: PeftModel, folder: str | Path, adapter_name: str = "default") -> Path:
+def save_plain_lora(peft_model: PeftModel, folder: str | Path, *, adapter_name: str = "default") -> Path:
     """Write ``adapter_config.json`` and ``adapter_model.safetensors``, which need nothing of this package to load.
 
     Both files are written beside the folder first and moved into place, so an interrupted write leaves the old ones.

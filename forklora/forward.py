@@ -1,15 +1,16 @@
 """Gives the hidden states that predict a completion, each prompt run once for all completions that share it.
 
 Decisions: the prompts go through the model once with a cache, the cache is repeated by row index, and the completions
-continue from it; gradients flow through the repeated cache. Where a model or setting has no such cache (recurrent states,
-gradient checkpointing, weights partitioned by ZeRO-3), prompt and completion go through together, row by row, with the
-same result.
+continue from it; gradients flow through the repeated cache. Where a model or setting has no such cache (recurrent
+states, gradient checkpointing, weights partitioned by ZeRO-3), prompt and completion go through together, row by row,
+with the same result.
 """
 
 from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -20,7 +21,7 @@ from forklora.unembed import hidden_only, unwrap
 
 @dataclass(frozen=True)
 class Calls:
-    """How one model wants to be called, read once: names of its arguments and whether a prompt's cache can be shared."""
+    """How one model wants to be called: names of its arguments, and whether a prompt's cache can be shared."""
 
     cache_name: str
     positions: bool
@@ -38,9 +39,9 @@ class Calls:
         plain = whole and not getattr(base, "_is_stateful", False) and not base.config.is_encoder_decoder
         return cls(cache_name, "position_ids" in names, plain and cache_name in names and not checkpointing)
 
-    def arguments(self, mask: Bool[Tensor, "n l"], length: int, cache: object | None) -> dict[str, object]:
+    def arguments(self, mask: Bool[Tensor, "n l"], *, length: int, cache: Any) -> dict[str, Any]:  # noqa: ANN401
         """Keyword arguments of one call on the last ``length`` columns of ``mask``."""
-        found: dict[str, object] = {"attention_mask": mask.long(), "use_cache": cache is not None}
+        found: dict[str, Any] = {"attention_mask": mask.long(), "use_cache": cache is not None}
         if self.positions:
             found["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -length:]
         if cache is not None:
@@ -48,7 +49,7 @@ class Calls:
         return found
 
 
-def new_cache(model: nn.Module) -> object:
+def new_cache(model: nn.Module) -> Any:  # noqa: ANN401 - transformers' cache
     """An empty growing cache for this model; importing transformers only here keeps the package light."""
     from transformers import DynamicCache
 
@@ -58,8 +59,8 @@ def new_cache(model: nn.Module) -> object:
 def completion_hidden(
     model: nn.Module,
     prompt_ids: Int[Tensor, "n p"],
-    prompt_mask: Bool[Tensor, "n p"],
     *,
+    prompt_mask: Bool[Tensor, "n p"],
     completion_ids: Int[Tensor, "n t"],
     completion_mask: Bool[Tensor, "n t"],
 ) -> Float[Tensor, "n t d"]:
@@ -79,7 +80,7 @@ def completion_hidden(
     if not calls.shares_prompt:
         ids = torch.cat([prompt_ids, completion_ids], 1)
         with hidden_only(model) as caught:
-            model(input_ids=ids, **calls.arguments(mask, ids.shape[1], None))
+            model(input_ids=ids, **calls.arguments(mask, length=ids.shape[1], cache=None))
         return caught[0][:, prompt_ids.shape[1] - 1 : -1]
     keyed = torch.where(prompt_mask, prompt_ids, -1)
     _, group = torch.unique(keyed, dim=0, return_inverse=True)
@@ -87,10 +88,12 @@ def completion_hidden(
     first = first.scatter_reduce(0, group, torch.arange(len(group), device=group.device), "amin")
     cache = new_cache(model)
     with hidden_only(model) as caught:
-        model(input_ids=prompt_ids[first], **calls.arguments(prompt_mask[first], prompt_ids.shape[1], cache))
+        model(
+            input_ids=prompt_ids[first], **calls.arguments(prompt_mask[first], length=prompt_ids.shape[1], cache=cache)
+        )
         start = caught[0][:, -1:][group]
         if steps == 1:
             return start
         cache.batch_select_indices(group)
-        model(input_ids=completion_ids[:, :-1], **calls.arguments(mask[:, :-1], steps - 1, cache))
+        model(input_ids=completion_ids[:, :-1], **calls.arguments(mask[:, :-1], length=steps - 1, cache=cache))
     return torch.cat([start, caught[1]], 1)

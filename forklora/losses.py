@@ -1,8 +1,8 @@
 """Score-centered policy loss and its relatives: pure functions of tensors, no model, no trainer.
 
-The centered score is ``c_t = kappa_y - sum_a mu(a) kappa_a``, the gradient of ``z_y - sum_a mu(a) z_a``. It has mean zero
-under the sampler for any policy ("The gradient is a covariance", section 5). None of these losses contains the current
-policy's softmax, and all are unbounded in the logits: nothing in them stops repeated steps on one batch.
+The centered score is ``c_t = kappa_y - sum_a mu(a) kappa_a``, the gradient of ``z_y - sum_a mu(a) z_a``. It has mean
+zero under the sampler for any policy ("The gradient is a covariance", section 5). None of these losses contains the
+current policy's softmax, and all are unbounded in the logits: nothing in them stops repeated steps on one batch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ TAILS = ("exact", "proportional", "dropped")
 
 
 def signal_loss(
-    hidden: Float[Tensor, "n t d"], delta: Float[Tensor, "n t d"], advantages: Float[Tensor, "n #t"]
+    hidden: Float[Tensor, "n t d"], delta: Float[Tensor, "n t d"], *, advantages: Float[Tensor, " n #t"]
 ) -> Float[Tensor, "n t"]:
     """Centered loss per token from the recorded backward signal: ``L = -A <delta, h>``, without the vocabulary.
 
@@ -32,9 +32,9 @@ def signal_loss(
 def dense_loss(
     logits: Float[Tensor, "n t v"],
     tokens: Int[Tensor, "n t"],
-    sampler: Float[Tensor, "n t v"],
     *,
-    advantages: Float[Tensor, "n #t"],
+    sampler: Float[Tensor, "n t v"],
+    advantages: Float[Tensor, " n #t"],
 ) -> Float[Tensor, "n t"]:
     """Centered loss per token from whole logits: ``L = -A (z_y - sum_a mu(a) z_a)``. The oracle of the others.
 
@@ -58,8 +58,8 @@ def centering_weights(
 
     - ``exact``: the head holds all the mass, ``b = q``; refused otherwise.
     - ``dropped``: the missing tail is ignored, ``b = q``; the leak ``1 - sum q`` stays as bias.
-    - ``proportional``: outside the head the sampler is modelled as ``rho p`` with ``rho = (1 - sum q) / (1 - sum p)``, so
-      ``b = q - rho p`` (arXiv 2609.20807). Without truncation and ``q = p`` it is zero: plain REINFORCE.
+    - ``proportional``: outside the head the sampler is modelled as ``rho p`` with ``rho = (1 - sum q) / (1 - sum
+      p)``, so ``b = q - rho p`` (arXiv 2609.20807). Without truncation and ``q = p`` it is zero: plain REINFORCE.
 
     Args:
         head_probs: the sampler's probabilities ``q`` of its likeliest tokens, 0 in unused slots.
@@ -84,8 +84,8 @@ def centering_weights(
 def prefix_value(
     advantages: Float[Tensor, " n"],
     tokens: Int[Tensor, "n t"],
-    mask: Bool[Tensor, "n t"],
     *,
+    mask: Bool[Tensor, "n t"],
     group: Int[Tensor, " n"],
 ) -> Float[Tensor, "n t"]:
     """Average signal at each prefix, from the other rollouts of the group that share it: ``V(s_t) [n, t]``.
@@ -118,7 +118,8 @@ def per_batch(
 ) -> Float[Tensor, ""]:
     """One number from per-token losses, in TRL's four normalizations.
 
-    ``grpo``: mean over rows of each row's mean; ``bnpo``: mean over the batch's tokens; ``dr_grpo``: sum over rows times
+    ``grpo``: mean over rows of each row's mean; ``bnpo``: mean over the batch's tokens; ``dr_grpo``: sum over rows
+        times
     ``longest``; ``dapo``: sum over ``items``. Rows that were skipped because they carry nothing must still be counted:
     pass them as rows of zeros.
 

@@ -1,4 +1,4 @@
-"""SGD whose dense update is projected on a given basis, and SGD whose every step moves the weights by a stated length."""
+"""SGD that stays in a given basis, and SGD whose every step moves the weights by a stated length."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class StepLengthSGD(Optimizer):
 
         eta = lr / sqrt(sum_i |g_i|^2 / s_i^2)
 
-    Neither the size of the gradient, nor the loss's normalization, nor ``lora_alpha`` changes the path. A gradient that is
-    exactly zero leaves everything as it was. No state is kept. For the trained-basis forms and vanilla LoRA, whose
-    factors are not orthonormal, ``lr`` is the length in the factors' own coordinates times ``s``.
+    Neither the size of the gradient, nor the loss's normalization, nor ``lora_alpha`` changes the path. A gradient
+    that is exactly zero leaves everything as it was. No state is kept. For the trained-basis forms and vanilla LoRA,
+    whose factors are not orthonormal, ``lr`` is the length in the factors' own coordinates times ``s``.
 
     Args:
         params: parameters, or groups that may carry ``scaling`` (``s``, default 1).
@@ -63,7 +63,7 @@ class ProjectedSGD(Optimizer):
         momentum: 0 keeps no state.
     """
 
-    def __init__(self, params_with_bases: Iterable[tuple[Tensor, Tensor]], lr: float, momentum: float = 0.0) -> None:
+    def __init__(self, params_with_bases: Iterable[tuple[Tensor, Tensor]], lr: float, *, momentum: float = 0.0) -> None:
         if not lr >= 0 or not 0 <= momentum < 1:
             raise ValueError(f"lr={lr} cannot be negative and momentum={momentum} must lie in [0, 1).")
         groups = []

@@ -20,7 +20,7 @@ from forklora.forward import Calls, new_cache
 from forklora.trace import Trace
 from forklora.unembed import Unembedding, hidden_only, read_unembedding
 
-Processor = Callable[[Tensor, Tensor], Tensor]
+Processor = Callable[..., Tensor]
 Stop = Callable[[Tensor], Tensor]
 
 
@@ -69,7 +69,7 @@ class Sampler:
             (self.temperature != 1.0, lambda: hf.TemperatureLogitsWarper(float(self.temperature))),
             (self.top_k > 0, lambda: hf.TopKLogitsWarper(self.top_k)),
             (self.top_p < 1.0, lambda: hf.TopPLogitsWarper(self.top_p)),
-            (bool(self.min_p), lambda: hf.MinPLogitsWarper(self.min_p)),
+            (bool(self.min_p), lambda: hf.MinPLogitsWarper(self.min_p or 0.0)),
         ]
         return [make() for asked, make in steps if asked]
 
@@ -160,7 +160,7 @@ def _decode(
         ids, mask, rows = ids[rows], mask[rows], torch.arange(len(rows), device=rows.device)
     cache = new_cache(model)
     with hidden_only(model) as caught:
-        model(input_ids=ids, **calls.arguments(mask, ids.shape[1], cache))
+        model(input_ids=ids, **calls.arguments(mask, length=ids.shape[1], cache=cache))
         if calls.shares_prompt:
             cache.batch_select_indices(rows)
         hidden = caught.pop()[:, -1][rows]
@@ -176,7 +176,7 @@ def _decode(
             alive = alive & ~_ended(so_far, sampler)
             if len(steps) == sampler.max_new_tokens or not alive.any():
                 return steps
-            model(input_ids=step["token"][:, None], **calls.arguments(mask, 1, cache))
+            model(input_ids=step["token"][:, None], **calls.arguments(mask, length=1, cache=cache))
             hidden = caught.pop()[:, -1]
 
 
@@ -247,4 +247,4 @@ def stop_at(tokenizer: Any, strings: Sequence[str]) -> Stop | None:  # noqa: ANN
     from transformers import StopStringCriteria
 
     criterion = StopStringCriteria(tokenizer, list(strings))
-    return lambda ids: criterion(ids, None)
+    return lambda ids: criterion(ids, None)  # pyright: ignore[reportArgumentType] - any integer tensor

@@ -43,7 +43,9 @@ class SpannedLinear(nn.Module):
         weight = self.weight
         destination[prefix + "weight"] = weight if keep_vars else weight.detach()
 
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:  # noqa: ANN401
+    def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes them by position
+        self, state_dict: dict[str, Tensor], prefix: str, *args: Any
+    ) -> None:  # noqa: ANN401
         _, _, missing, _, errors = args
         weight = state_dict.get(prefix + "weight")
         if weight is None:
@@ -53,9 +55,13 @@ class SpannedLinear(nn.Module):
         if tuple(weight.shape) != expected:
             errors.append(f"{prefix}weight is {tuple(weight.shape)}, expected {expected}.")
             return
-        core, basis = factor(weight.to(self.basis.device), self.basis.detach(), free=isinstance(self.basis, nn.Parameter))
+        core, basis = factor(
+            weight.to(self.basis.device), self.basis.detach(), free=isinstance(self.basis, nn.Parameter)
+        )
         if not (basis @ core - weight.to(basis)).norm() <= 1e-3 * weight.norm():
-            errors.append(f"{prefix}weight lies outside the span of this layer's basis: load the bases it was trained with.")
+            errors.append(
+                f"{prefix}weight lies outside the span of this layer's basis: load the bases it was trained with."
+            )
             return
         with torch.no_grad():
             self.core.copy_(core)

@@ -1,4 +1,4 @@
-"""Reads how a model turns hidden states into logits: rows, bias, scale, soft cap, tied or not, which ids are real tokens.
+"""Reads how a model turns hidden states into logits: rows, bias, scale, soft cap, tied or not, real ids.
 
 Decisions: the head is found through ``get_output_embeddings()`` under any wrapper and never copied; scale and soft cap
 come from the configuration under every name they have there; whatever was read is checked against the model's own
@@ -23,9 +23,9 @@ _CAPS = ("final_logit_softcapping", "logit_softcapping", "output_logit_soft_cap"
 _CHUNK = 1 << 26  # numbers of a [rows, vocabulary] float32 buffer: 256 MiB
 
 
-def unwrap(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> Any:  # noqa: ANN401 - a causal language model of whatever library
     """The model below DDP, DeepSpeed, FSDP and PEFT wrappers: the first one that has ``get_output_embeddings``."""
-    seen = model
+    seen: Any = model
     while not callable(getattr(seen, "get_output_embeddings", None)) and isinstance(
         getattr(seen, "module", None), nn.Module
     ):
@@ -34,7 +34,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     return base() if callable(base) else seen
 
 
-def output_head(model: nn.Module) -> nn.Module:
+def output_head(model: nn.Module) -> Any:  # noqa: ANN401 - a module with weight, and bias or none
     """The module that maps hidden states to logits.
 
     Raises:
@@ -49,7 +49,10 @@ def output_head(model: nn.Module) -> nn.Module:
             f"{type(base).__name__} has no output embedding: get_output_embeddings() gives nothing. "
             "Pass a causal language model (AutoModelForCausalLM) or give the class a get_output_embeddings() method."
         )
-    for mark, what in (("base_layer", "carries an adapter"), ("modules_to_save", "is a trained copy (modules_to_save)")):
+    for mark, what in (
+        ("base_layer", "carries an adapter"),
+        ("modules_to_save", "is a trained copy (modules_to_save)"),
+    ):
         if hasattr(head, mark):
             raise ValueError(
                 f"the unembedding of {type(base).__name__} {what}: its rows change while training and the fork basis "
@@ -107,7 +110,7 @@ class Unembedding:
         valid_ids: ``[v]`` ids the tokenizer knows whose row is finite and not zero; only these may create directions.
     """
 
-    head: nn.Module
+    head: Any
     scale: float
     soft_cap: float | None
     tied: bool
@@ -147,7 +150,8 @@ class Unembedding:
         """Backward signal and its expected squared length, exactly, under the sampler's distribution.
 
         ``delta = w_y - sum_a mu(a) w_a`` and ``tr C = sum_a mu(a) |w_a|^2 - |sum_a mu(a) w_a|^2`` ("Low-rank in hidden
-        space", section 1), with ``w_a`` the derivative of logit ``a`` by the hidden state: row, scale, slope of the cap.
+        space", section 1), with ``w_a`` the derivative of logit ``a`` by the hidden state: row, scale, slope of the
+        cap.
 
         Both are computed from differences to the likeliest token's vector, so that they stay accurate where the
         sampler is sure and everything cancels.
@@ -161,7 +165,9 @@ class Unembedding:
         with whole(self.weight):
             step = max(1, _CHUNK // probabilities.shape[-1])
             parts = [
-                self._signal(probabilities[i : i + step], tokens[i : i + step], None if slope is None else slope[i : i + step])
+                self._signal(
+                    probabilities[i : i + step], tokens[i : i + step], None if slope is None else slope[i : i + step]
+                )
                 for i in range(0, len(tokens), step)
             ]
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
@@ -252,5 +258,5 @@ def _compare(model: nn.Module, found: Unembedding) -> None:
         raise ValueError(
             f"the logits of {type(unwrap(model)).__name__} are not soft_cap(scale * (W h + b)) with scale="
             f"{found.scale} and soft_cap={found.soft_cap}: on eight tokens they differ by {gap:.3g} (largest logit "
-            f"{size:.3g}). The configuration hides a scale, a cap or a norm behind the head that forklora does not know."
+            f"{size:.3g}). The configuration hides a scale, a cap or a norm behind the head that is not known here."
         )

@@ -14,7 +14,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -107,14 +106,14 @@ def _run(options: argparse.Namespace) -> tuple[int, Any]:
     from forklora.recipes.run import run_recipe
 
     records = run_recipe(recipe, overwrite=options.overwrite)
-    from forklora.recipes.report import summary_table, write_report
+    from forklora.recipes.summary import summary_table
 
-    page = write_report(Path(recipe.output))
+    page = Path(recipe.output) / "report.html"
     _show(_side_by_side(summary_table(records), title=f"{recipe.name}: {recipe.description}"))
     print(f"report: {page}")
-    unfinished = [str(record["arm"]) for record in records if record["status"] != "done"]
-    if unfinished:
-        print(f"forklora: not finished: {', '.join(unfinished)}", file=sys.stderr)
+    unfinished = [record for record in records if record["status"] != "done"]
+    for record in unfinished:
+        print(f"forklora: {record['arm']} {record['status']}: {record.get('error')}", file=sys.stderr)
     return (1 if unfinished else 0), {"records": records, "report": str(page)}
 
 
@@ -152,8 +151,9 @@ def _copy(options: argparse.Namespace) -> tuple[int, Any]:
     target = options.target or Path()
     target = target / source.name if target.is_dir() else target
     try:
-        with source.open("rb") as original, target.open("xb") as copy:
-            shutil.copyfileobj(original, copy)
+        content = source.read_bytes()
+        with target.open("xb") as copy:
+            copy.write(content)
     except FileExistsError as error:
         raise Refusal(f"{target} exists already and is left as it is; name another file") from error
     except OSError as error:

@@ -20,6 +20,7 @@ FUNCTION_LINES = 50
 NESTING = 3
 ARGUMENTS = 7
 POSITIONAL = 2
+POSITIONAL_PRIVATE = 4
 TWIN_LINES = 8
 
 # Functions that may take more positional arguments, "path:name" -> who prescribes it. An entry that exempts nothing is
@@ -32,9 +33,11 @@ EXEMPT = {
     "forklora/adapter.py:ForkVariant.merge_unsafe": "peft.tuners.lora.variants.LoraVariant",
     "forklora/adapter.py:ForkVariant.unmerge": "peft.tuners.lora.variants.LoraVariant",
     "forklora/adapter.py:add_fork_lora": "the call add_fork_lora(model, config, bases) of the documentation",
-    "forklora/backward.py:LayerSums._listening.listen.forward": "a forward hook of torch.nn.Module",
+    "forklora/backward.py:listening.listen.forward": "a forward hook of torch.nn.Module",
     "forklora/bases.py:collect_bases": "the call collect_bases(model, tokenizer, prompts, ...) of the documentation",
-    "forklora/spanned.py:SpannedLinear._save_to_state_dict": "torch.nn.Module",
+    "recipes/arm.py:Watch.on_log": "transformers.TrainerCallback",
+    "recipes/arm.py:Watch.on_train_begin": "transformers.TrainerCallback",
+    "trainers/rl.py:ForkGRPOTrainer.__init__": "trl.GRPOTrainer",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -152,7 +155,10 @@ def _counts(node: Function, bound: bool) -> tuple[int, int]:
 
 
 def arguments(tree: Tree, exempt: Mapping[str, str] = MappingProxyType(EXEMPT)) -> list[str]:
-    """Seven arguments at most, and keyword-only past two; self and cls, *args and **kwargs do not count."""
+    """Seven arguments at most, keyword-only past two (past four in private functions, read beside their one caller).
+
+    self and cls, *args and **kwargs do not count.
+    """
     found = []
     for source in tree.packaged:
         path = source.path.as_posix()
@@ -162,13 +168,14 @@ def arguments(tree: Tree, exempt: Mapping[str, str] = MappingProxyType(EXEMPT)) 
             total, positional = _counts(node, in_class and not static)
             # The language itself fixes what __exit__ and its like receive; the three left are ours to shape.
             prescribed = name.endswith("__") and node.name not in ("__init__", "__new__", "__call__")
-            if prescribed or (total <= ARGUMENTS and positional <= POSITIONAL):
+            allowed = POSITIONAL_PRIVATE if node.name.startswith("_") and node.name != "__init__" else POSITIONAL
+            if prescribed or (total <= ARGUMENTS and positional <= allowed):
                 continue
             if name in unused:
                 unused.remove(name)
             else:
                 message = f"{name} takes {total} arguments ({ARGUMENTS} are allowed), {positional} of them positional"
-                found.append(source.at(node.lineno, f"{message} ({POSITIONAL} are allowed: put a * after the second)"))
+                found.append(source.at(node.lineno, f"{message} ({allowed} are allowed: put a * before the others)"))
         found += [source.at(1, f"{name} needs no exemption from the argument budget") for name in sorted(unused)]
     return found
 

@@ -29,7 +29,7 @@ ROOMS: dict[str, set[str]] = {
     "bases": {"archive", "backward", "forks", "rollouts", "sketch", "trace", "unembed"},
     "spanned": set(),
     "adapter": {"spanned"},
-    "attach": {"adapter", "bases", "rollouts"},
+    "attachment": {"adapter", "bases", "rollouts"},
     "export": {"adapter"},
 }
 

@@ -78,18 +78,25 @@ def test_a_candidate_set_is_the_smallest_that_reaches_the_mass(mass, cap):
 
 def test_a_confident_position_has_one_candidate_and_padding_none():
     mu = torch.tensor([[[0.99, 0.01, 0, 0, 0, 0, 0], [0.6, 0.4, 0, 0, 0, 0, 0], [0.4, 0.3, 0.3, 0, 0, 0, 0]]])
-    sets = candidate_sets(record(mu, lengths=[2]))
+    trace = record(mu, lengths=[2])
+    sets = candidate_sets(replace(trace, leak=trace.leak.masked_fill(~trace.completion_mask, 0.5)))
     assert sets.size.tolist() == [[1, 2, 0]]
     assert sets.ids[0, :, :3].tolist() == [[0, -1, -1], [0, 1, -1], [-1, -1, -1]]
-    assert sets.leak[0].tolist() == pytest.approx([0.01, 0, 0])
+    assert sets.leak[0].tolist() == pytest.approx([0.01, 0, 0], abs=1e-7)
 
 
 def test_a_token_without_probability_is_never_a_candidate():
     trace = record(torch.tensor([[[0.75, 0.25, 0, 0, 0, 0, 0]]]))
     listed = replace(trace, candidate_ids=torch.arange(V)[None, None])
-    for one in (trace, listed):
+    leaky = replace(
+        listed,
+        candidate_probs=0.9 * listed.candidate_probs,
+        leak=0.1 + trace.leak,
+        logprob=trace.logprob + torch.tensor(0.9).log(),
+    )
+    for one, leak in ((trace, 0), (listed, 0), (leaky, 0.1)):
         sets = candidate_sets(one, mass=1.0, cap=V)
-        assert sets.size.item() == 2 and sets.leak.item() == 0
+        assert sets.size.item() == 2 and sets.leak.item() == pytest.approx(leak)
 
 
 def test_a_trace_that_stores_too_little_says_so_by_its_leak():
@@ -196,6 +203,7 @@ def test_differences_ask_for_each_token_once_and_check_what_they_get():
 
     forks = find_forks(record(random_mu(7, 4, 4)))
     assert span_differences(forks, rows_of).dtype == torch.float32
+    assert span_differences(forks, lambda ids: ROWS[ids].double()).dtype == torch.float32
     assert sorted(asked) == sorted(set(forks.ids.flatten().tolist()) - {-1})
     with pytest.raises(ValueError, match=r"rows_of returned \[7, 5\]"):
         span_differences(forks.select(slice(0, 1)), lambda ids: ROWS)

@@ -181,7 +181,7 @@ def test_the_hash_splits_in_the_stated_shares():
         ("addition", {"hihg": 3}, "did you mean 'high'"),
         ("addition", {"low": "x"}, "low: Input should be a valid integer"),
         ("addition", {"low": 5, "high": 5}, "low < high"),
-        ("addition", {"low": 0, "high": 1, "shots": 0}, "too few different questions"),
+        ("addition", {"low": 1, "high": 2, "shots": 0}, "too few different questions"),
         ("tool_choice", {"tools": 1}, "2 <= tools <= 8"),
         ("reasoning_gym", {}, "dataset"),
         ("reasoning_gym", {"dataset": "chain_sums"}, "did you mean 'chain_sum'"),

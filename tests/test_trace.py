@@ -175,6 +175,8 @@ def test_a_token_the_sampler_could_not_draw_is_refused():
     trace = random_trace(kept=7)
     with pytest.raises(ValueError, match="logprob does not fit"):
         replace(trace, candidate_ids=trace.candidate_ids + 7)
+    with pytest.raises(ValueError, match="logprob does not fit"):
+        replace(trace, logprob=trace.logprob / 1.5)
 
 
 def test_padding_may_hold_anything():
@@ -186,7 +188,7 @@ def test_padding_may_hold_anything():
         "candidate_ids": trace.candidate_ids.masked_fill(off[..., None], 3),
         "candidate_probs": trace.candidate_probs.masked_fill(off[..., None], float("nan")),
         "spread": trace.spread.masked_fill(off, -1),
-        "prompt_ids": trace.prompt_ids.masked_fill(~trace.prompt_mask, -7),
+        "prompt_ids": torch.where(trace.prompt_mask, trace.prompt_ids, -torch.arange(4)[:, None]),
     }
     assert len(replace(trace, **garbage)) == 4
 

@@ -3,8 +3,8 @@
 What is private, and why it is needed:
 
 - ``GRPOTrainer._generate_single_turn``: the one place where tokens are drawn; ours records the distribution meanwhile.
-- ``GRPOTrainer._generate_and_score_completions``: its dictionary is shuffled and split row by row; what was recorded has to
-  travel in it to stay with its rows.
+- ``GRPOTrainer._generate_and_score_completions``: its dictionary is shuffled and split row by row; what was recorded
+  has to travel in it to stay with its rows.
 - ``GRPOTrainer._compute_loss``: the loss itself.
 - ``GRPOTrainer._metrics``, ``_step``, ``_tokenizer``: metrics reach the log, and tokens the sampler, only through them.
 - ``trl.trainer.utils.create_model_from_path``: a model given by name must be there before the adapter, for its bases.

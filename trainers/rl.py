@@ -1,6 +1,7 @@
 """``ForkGRPOTrainer``: TRL's GRPO with bases from its own rollouts, the recorded sampler and the centered loss.
 
-Decisions: bases are collected before TRL builds anything, so optimizer and DeepSpeed see the final parameters; each prompt
+Decisions: bases are collected before TRL builds anything, so optimizer and DeepSpeed see the final parameters; each
+    prompt
 runs once for its group; training uses the recorded backward signal and never touches the vocabulary; rows that carry
 nothing are skipped but counted; options that contradict the loss are refused by name.
 
@@ -17,20 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from forklora.trainers.bridge import SeamedGRPOTrainer, accumulated_items, load_policy
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from trl import GRPOConfig
 
 from forklora.adapter import ForkLoraConfig
-from forklora.attach import needed
-from forklora.bases import BasisConfig, Bases, collect_bases, encode
+from forklora.attachment import needed
+from forklora.bases import Bases, BasisConfig, collect_bases, encode
 from forklora.forks import find_forks
 from forklora.forward import completion_hidden
 from forklora.losses import per_batch, prefix_value, signal_loss
 from forklora.optim import StepLengthSGD
 from forklora.rollouts import Sampler, sample, stop_at
 from forklora.trace import Trace
-from forklora.trainers.bridge import SeamedGRPOTrainer, accumulated_items, load_policy
 from forklora.unembed import read_unembedding
 
 CENTERINGS = ("none", "sampler", "value")
@@ -42,8 +43,9 @@ class ForkGRPOConfig(GRPOConfig):
     """TRL's ``GRPOConfig`` with four more decisions; everything else keeps its meaning.
 
     Attributes:
-        score_centering: ``sampler`` subtracts the sampler's mean score exactly, from the recorded distribution; ``value``
-            subtracts from the signal its average at each prefix and needs no probabilities; ``none`` is TRL's loss.
+        score_centering: ``sampler`` subtracts the sampler's mean score exactly, from the recorded distribution;
+            ``value`` subtracts from the signal its average at each prefix and needs no probabilities; ``none`` is
+            TRL's loss.
         step_length: plain SGD whose every step moves the weights by this Frobenius length, all layers together; None
             leaves the optimizer to ``optim`` and ``learning_rate``.
         basis_prompts: prompts of the training set rolled out for the bases when the adapter brings none.
@@ -101,12 +103,16 @@ class ForkGRPOConfig(GRPOConfig):
 class ForkGRPOTrainer(SeamedGRPOTrainer):
     """GRPO on the forks: as ``trl.GRPOTrainer``, to be given a ``ForkLoraConfig`` (or any other adapter, or none).
 
-    Args are TRL's. ``bases`` holds what was collected, and is written to ``output_dir/bases.safetensors``; ``trace`` is the
-    latest recorded batch of rollouts.
+    Args are TRL's. ``bases`` holds what was collected, and is written to ``output_dir/bases.safetensors``; ``trace``
+    is the latest recorded batch of rollouts.
     """
 
     def __init__(
-        self, model: Any, reward_funcs: Any = None, args: ForkGRPOConfig | None = None, **kwargs: Any  # noqa: ANN401
+        self,
+        model: "str | nn.Module",
+        reward_funcs: Any = None,  # noqa: ANN401
+        args: ForkGRPOConfig | None = None,
+        **kwargs: Any,  # noqa: ANN401
     ) -> None:
         if args is None:
             args = ForkGRPOConfig("fork-grpo")
@@ -140,7 +146,7 @@ class ForkGRPOTrainer(SeamedGRPOTrainer):
         prompts = [row["prompt"] for row in islice(_shuffled(data, args.basis_seed), args.basis_prompts)]
         rank, ranks = args.process_index, args.world_size
         config = BasisConfig(group=args.num_generations, seed=args.basis_seed, progress=not args.disable_tqdm)
-        config = needed(model, kwargs["peft_config"], config)
+        config = needed(model, kwargs["peft_config"], collect=config)
         settings = args.chat_template_kwargs or {}
         ids = [encode(tokenizer, prompt, **settings) for prompt in prompts[rank::ranks]]
         eos = _eos_ids(model, tokenizer)
@@ -168,15 +174,17 @@ class ForkGRPOTrainer(SeamedGRPOTrainer):
         self.metric("forks/carrying_rows", float(carrying.float().mean()))
         kept = carrying.nonzero()[:, 0]
         if len(kept) == 0:
-            kept = torch.zeros(1, dtype=torch.long, device=signal.device)  # every rank runs the model, and gradients exist
+            kept = torch.zeros(
+                1, dtype=torch.long, device=signal.device
+            )  # every rank runs the model, and gradients exist
         hidden = completion_hidden(
             model,
             batch["prompt_ids"][kept],
-            batch["prompt_mask"][kept].bool(),
+            prompt_mask=batch["prompt_mask"][kept].bool(),
             completion_ids=batch["completion_ids"][kept],
             completion_mask=mask[kept],
         )
-        losses = signal_loss(hidden, batch["delta"][kept], signal[kept, None])
+        losses = signal_loss(hidden, batch["delta"][kept], advantages=signal[kept, None])
         per_token = torch.zeros(mask.shape, dtype=losses.dtype, device=losses.device).index_copy(0, kept, losses)
         kind, items = self.loss_type, accumulated_items(self, batch)
         loss = per_batch(per_token, mask, kind=kind, longest=self.max_completion_length, items=items)
@@ -194,7 +202,7 @@ class ForkGRPOTrainer(SeamedGRPOTrainer):
         if self.args.score_centering == "value":
             keyed = torch.where(batch["prompt_mask"].bool(), batch["prompt_ids"], -1)
             group = torch.unique(keyed, dim=0, return_inverse=True)[1]
-            value = prefix_value(batch["advantages"], ids, mask, group=group)
+            value = prefix_value(batch["advantages"], ids, mask=mask, group=group)
             return {**batch, "advantages": batch["advantages"][:, None] - value}
         return batch
 
@@ -216,23 +224,24 @@ class ForkGRPOTrainer(SeamedGRPOTrainer):
 
 def _scalings(model: nn.Module) -> dict[str, float]:
     """LoRA scaling ``s`` of each adapter parameter by its name."""
-    found = {}
-    lora = ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
-    for layer, module in lora:
-        for adapter, scale in module.scaling.items():
-            for slot in ("lora_A", "lora_B"):
-                inner = getattr(module, slot)
-                if adapter in inner:
-                    found.update({f"{layer}.{slot}.{adapter}.{n}": scale for n, _ in inner[adapter].named_parameters()})
-    return found
+    lora = [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+    slots = (
+        (f"{layer}.{slot}", getattr(module, slot), module) for layer, module in lora for slot in ("lora_A", "lora_B")
+    )
+    return {
+        f"{name}.{adapter}.{parameter}": module.scaling[adapter]
+        for name, inner, module in slots
+        for adapter in inner
+        for parameter, _ in inner[adapter].named_parameters()
+    }
 
 
 def _refuse_parts(args: ForkGRPOConfig, kwargs: dict[str, Any]) -> None:
     given = [name for name in ("tools", "rollout_func", "environment_factory") if kwargs.get(name)]
     if given and args.score_centering == "sampler":
         raise ValueError(
-            f"score_centering='sampler' does not go with {', '.join(given)}: tokens that the trainer's own sampler did not "
-            "draw have no recorded distribution. Use score_centering='none' or 'value'."
+            f"score_centering='sampler' does not go with {', '.join(given)}: tokens that the trainer's own sampler "
+            "did not draw have no recorded distribution. Use score_centering='none' or 'value'."
         )
 
 

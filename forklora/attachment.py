@@ -11,7 +11,7 @@ from peft import PeftModel
 from torch import nn
 
 from forklora.adapter import ForkLoraConfig, add_fork_lora, target_layers
-from forklora.bases import BasisConfig, Bases, collect_bases
+from forklora.bases import Bases, BasisConfig, collect_bases
 from forklora.rollouts import Sampler
 
 
@@ -46,16 +46,16 @@ def attach(
     if prompts is not None:
         if sampler is None:
             raise ValueError("prompts were given without a sampler: pass Sampler(max_new_tokens=..., temperature=...).")
-        bases = collect_bases(model, tokenizer, prompts, config=needed(model, config, collect), sampler=sampler)
+        bases = collect_bases(model, tokenizer, prompts, config=needed(model, config, collect=collect), sampler=sampler)
     return add_fork_lora(model, config, bases)
 
 
-def needed(model: nn.Module, config: ForkLoraConfig, collect: BasisConfig | None = None) -> BasisConfig:
+def needed(model: nn.Module, config: ForkLoraConfig, *, collect: BasisConfig | None = None) -> BasisConfig:
     """Collection settings that give this adapter what it needs: its target layers, and enough directions a side."""
-    start = collect or BasisConfig()
+    start, ranks = collect or BasisConfig(), (config.rank_pattern or {}).values()
     return dataclasses.replace(
         start,
         layers=tuple(target_layers(model, config)),
-        output=max(config.output_width, *config.rank_pattern.values(), 1),
-        input=max(config.input_width, *config.rank_pattern.values(), 1),
+        output=max(config.output_width, *ranks, 1),
+        input=max(config.input_width, *ranks, 1),
     )

@@ -1,0 +1,97 @@
+"""Asks a policy the held-out questions of a recipe: accuracy, and a map of the forks of a few answers.
+
+Decisions: the questions come from the validation split and are the same for every arm; sampling has its own seed and
+leaves the training's random state alone; the map shows the policy before training, where the bases come from.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from forklora.recipes.config import Recipe
+from forklora.recipes.provenance import write_json
+from forklora.recipes.tasks import Split, Task
+from torch import nn
+
+from forklora.bases import encode, seeded
+from forklora.rollouts import Sampler, sample, stop_at
+from forklora.trace import Trace
+from forklora.unembed import read_unembedding
+
+_BATCH = 32  # prompts sampled together
+_MAPPED = 8  # rollouts on the fork map
+_SEED = 20_000  # of evaluation: the same for all arms and seeds of a recipe
+
+
+class Examiner:
+    """The held-out questions of a recipe and everything that is asked of a policy with them."""
+
+    def __init__(self, recipe: Recipe, task: Task, *, tokenizer: Any, split: Split = "validation") -> None:  # noqa: ANN401
+        count = recipe.evaluation.prompts
+        self.questions = task.examples(count, seed=_SEED, split=split)
+        self.prompts = [encode(tokenizer, e.prompt) for e in self.questions]
+        self.samples, self.task, self.tokenizer = recipe.evaluation.samples, task, tokenizer
+        self.sampler = recipe_sampler(recipe, tokenizer)
+        self.seconds = 0.0
+
+    def accuracy(self, model: nn.Module) -> float:
+        """Mean reward over all questions and samples, at the recipe's own sampling settings."""
+        start, total = time.perf_counter(), 0.0
+        with seeded(_SEED):
+            for i in range(0, len(self.prompts), _BATCH):
+                total += sum(
+                    self.rewards(self._ask(model, slice(i, i + _BATCH), self.samples), first=i, samples=self.samples)
+                )
+        self.seconds += time.perf_counter() - start
+        return total / (len(self.prompts) * self.samples)
+
+    def rewards(self, trace: Trace, *, first: int, samples: int) -> list[float]:
+        """Reward of each row of a trace whose prompts are the questions from ``first`` on."""
+        texts = [
+            self.tokenizer.decode(ids[mask])
+            for ids, mask in zip(trace.completion_ids, trace.completion_mask, strict=True)
+        ]
+        return [self.task.score(t, self.questions[first + i // samples].answer) for i, t in enumerate(texts)]
+
+    def map_forks(self, model: nn.Module, folder: Path) -> None:
+        """Write ``forks.safetensors`` (the trace) and ``tokens.json`` (the same in words) of a few rollouts."""
+        with seeded(_SEED + 1):
+            trace = self._ask(model, slice(0, _MAPPED), 1)
+        rewards = self.rewards(trace, first=0, samples=1)
+        trace = Trace(**{**vars(trace), "reward": torch.tensor(rewards)})
+        trace.save(folder / "forks.safetensors")
+        write_json(folder / "tokens.json", {"rows": [self._row(trace, i) for i in range(len(trace))]})
+
+    def _ask(self, model: nn.Module, which: slice, samples: int) -> Trace:
+        head = read_unembedding(model, self.tokenizer, check=False)
+        return sample(model, self.prompts[which], sampler=self.sampler, group=samples, unembedding=head, record=False)
+
+    def _row(self, trace: Trace, i: int) -> dict[str, Any]:
+        decode = self.tokenizer.decode
+        tokens = []
+        for t in trace.completion_mask[i].nonzero()[:, 0].tolist():
+            listed = zip(trace.candidate_ids[i, t].tolist(), trace.candidate_probs[i, t].tolist(), strict=True)
+            tokens.append(
+                {
+                    "text": decode([int(trace.completion_ids[i, t])]),
+                    "probability": float(trace.logprob[i, t].exp()),
+                    "spread": float(trace.spread[i, t]),
+                    "candidates": [[decode([a]), p] for a, p in listed if a >= 0],
+                }
+            )
+        return {"prompt": decode(self.prompts[i]), "reward": float(trace.reward[i]), "tokens": tokens}
+
+
+def recipe_sampler(recipe: Recipe, tokenizer: Any) -> Sampler:  # noqa: ANN401
+    """The recipe's sampling settings as the sampler that training and evaluation share."""
+    asked = recipe.sampling
+    return Sampler(
+        max_new_tokens=asked.max_new_tokens,
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        top_k=asked.top_k,
+        min_p=asked.min_p,
+        stop_ids=(tokenizer.eos_token_id,),
+        stop=stop_at(tokenizer, asked.stop or ()),
+    )
