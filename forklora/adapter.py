@@ -1,10 +1,9 @@
 """The LoRA variant for PEFT: ``ForkLoraConfig`` and the four kinds.
 
 Decisions: every kind lives in PEFT's own ``lora_A`` and ``lora_B`` slots, so PEFT's forward, merging, saving and
-    loading are
-used as they are; what is frozen is declared through PEFT's list of frozen weights, which PEFT applies again after
-``set_adapter``, ``load_adapter`` and the rest; a factor made of two (``U C`` or ``U Gamma``) is one small module that
-states and reads itself as a plain ``weight``. So whatever saves the model writes an ordinary LoRA.
+loading are used as they are; what is frozen is declared through PEFT's list of frozen weights, which PEFT applies again
+after ``set_adapter``, ``load_adapter`` and the rest; a factor made of two (``U C`` or ``U Gamma``) is one small module
+that states and reads itself as a plain ``weight``. So whatever saves the model writes an ordinary LoRA.
 
     span    W + s U A            U frozen, A = 0 trained
     core    W + s U C A          U frozen, C = first unit vectors and A = 0 trained
@@ -21,20 +20,27 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora.layer import Linear, LoraVariant
-from peft.tuners.tuners_utils import BaseTunerLayer, _maybe_include_all_linear_layers, check_target_module_exists
+from peft.tuners.lora.layer import Linear, LoraLayer, LoraVariant
+from peft.tuners.tuners_utils import (
+    BaseTunerLayer,
+    _get_in_out_features,
+    _maybe_include_all_linear_layers,
+    check_target_module_exists,
+)
+from peft.utils.constants import EMBEDDING_LAYER_NAMES
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from forklora.spanned import SpannedLinear
+from forklora.spanned import SpannedLinear, leading
 
 KINDS = ("span", "core", "inputs", "block")
+_HEADS = (*EMBEDDING_LAYER_NAMES, "embed_out")
 # LoRA options whose meaning for a fixed basis is undefined: refused by name instead of half working.
 _REFUSED = {
     "use_dora": False, "lora_bias": False, "use_bdlora": None, "arrow_config": None, "alora_invocation_tokens": None,
     "velora_config": None, "monteclora_config": None, "kasa_config": None, "target_parameters": None,
     "trainable_token_indices": None, "layer_replication": None, "megatron_config": None, "eva_config": None,
-    "corda_config": None, "lora_ga_config": None,
+    "corda_config": None, "lora_ga_config": None, "use_qalora": False, "modules_to_save": None, "bias": "none",
 }  # fmt: skip
 
 
@@ -68,8 +74,9 @@ class ForkLoraConfig(LoraConfig):
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind={self.kind!r} is not one of {', '.join(KINDS)}.")
-        if self.lora_alpha is None:
-            self.lora_alpha = self.r
+        if self.r < 1:
+            raise ValueError(f"r={self.r} must be 1 or more.")
+        self.lora_alpha = self.r if self.lora_alpha is None else self.lora_alpha
         super().__post_init__()
         if self.init_lora_weights is not True:
             raise ValueError(
@@ -84,7 +91,8 @@ class ForkLoraConfig(LoraConfig):
             raise ValueError(
                 f"width={self.width} output directions cannot carry rank r={self.r}: width must be r or more."
             )
-        self._register_custom_module({nn.Linear: ForkLinear, Conv1D: ForkLinear})
+        layers: dict[Any, Any] = {nn.Linear: ForkLinear, Conv1D: ForkLinear, nn.Module: _refuse_layer}
+        self._register_custom_module(layers)
 
     @property
     def output_width(self) -> int:
@@ -120,6 +128,7 @@ class ForkVariant(LoraVariant):
     ) -> None:
         """Called by PEFT at the end of ``update_layer``: put the layer's bases into ``lora_A`` and ``lora_B``."""
         layer, r = kwargs["target_name"], module.r[adapter_name]
+        _refuse_head(layer, layer.rpartition(".")[2] in _HEADS)
         # PEFT has cast both slots to the base's dtype; bases are kept in float32, and so are small steps
         a, b = (slots[adapter_name].float() for slots in (module.lora_A, module.lora_B))
         width = max(config.output_width, r)
@@ -128,13 +137,13 @@ class ForkVariant(LoraVariant):
         nn.init.zeros_(a.weight)
         nn.init.zeros_(b.weight)
         if config.kind in ("inputs", "block"):
-            _fill(a.weight, _columns(input_, r, layer, "input").T)
+            a.weight.data.copy_(leading(input_, r, where=f"{layer}, input side").T)
             frozen.append("lora_A")
         if config.kind == "span":
-            _fill(b.weight, _columns(output, r, layer, "output"))
+            b.weight.data.copy_(leading(output, r, where=f"{layer}, output side"))
             frozen.append("lora_B")
         if config.kind in ("core", "block"):
-            basis = _columns(output, width, layer, "output").to(b.weight.device, torch.float32)
+            basis = leading(output, width, where=f"{layer}, output side").to(b.weight.device, torch.float32)
             core = torch.eye(width, r) if config.kind == "core" else torch.zeros(width, r)
             module.lora_B[adapter_name] = SpannedLinear(basis, core.to(basis), train_basis=config.train_basis)
         if not config.train_basis:
@@ -167,15 +176,22 @@ class ForkLinear(Linear):
     """PEFT's LoRA layer for ``Linear`` and ``Conv1D`` that also knows the fork variant."""
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:  # noqa: ANN401
-        inner = base_layer.get_base_layer() if isinstance(base_layer, BaseTunerLayer) else base_layer
-        transposed = isinstance(inner, Conv1D)
+        transposed = isinstance(_inner(base_layer), Conv1D)
         super().__init__(base_layer, adapter_name, config=config, is_target_conv_1d_layer=transposed, **kwargs)
         self.fan_in_fan_out = transposed
 
-    @property
-    def lora_variants(self) -> dict[tuple[str, ...], type[LoraVariant] | None]:
-        """PEFT's table of variants with ours in it."""
-        return {**super().lora_variants, ("kind",): ForkVariant}
+    def update_layer(self, *args: Any, config: LoraConfig, **kwargs: Any) -> None:
+        """As PEFT's; the random start it draws for slots that the bases fill leaves no trace in the random states."""
+        weight = self.get_base_layer().weight
+        devices = [weight.device] if weight.is_cuda else []
+        with torch.random.fork_rng(devices, enabled=isinstance(config, ForkLoraConfig)):
+            super().update_layer(*args, config=config, **kwargs)
+
+    def resolve_lora_variant(self, *, config: LoraConfig, **kwargs: Any) -> LoraVariant | None:
+        """Ours for a fork adapter; a plain LoRA beside it gets PEFT's."""
+        if isinstance(config, ForkLoraConfig):
+            return ForkVariant()
+        return super().resolve_lora_variant(config=config, **kwargs)
 
 
 def add_fork_lora(
@@ -193,6 +209,12 @@ def add_fork_lora(
         ValueError: a target layer without a basis, or a basis with too few directions or wrong sizes.
     """
     chosen = replace(config, bases=config.bases if bases is None else bases)
+    layers = dict(model.get_base_model().named_modules() if isinstance(model, PeftModel) else model.named_modules())
+    for name in target_layers(model, chosen):  # before the first layer is changed
+        if isinstance(layers[name], LoraLayer) and not isinstance(layers[name], ForkLinear):
+            raise ValueError(f"{name} already has a plain LoRA layer: put the fork adapter on first, LoRA beside it.")
+        d_in, d_out = _get_in_out_features(_inner(layers[name]))
+        _sides(chosen, name, (d_out or 0, d_in or 0))
     if isinstance(model, PeftModel):
         model.add_adapter(adapter_name, chosen)
         return model
@@ -202,20 +224,43 @@ def add_fork_lora(
 def target_layers(model: nn.Module, config: LoraConfig) -> list[str]:
     """Names of the linear layers that PEFT will adapt under this configuration, before anything is built.
 
-    PEFT's own two private functions are asked, so that the answer cannot differ from what PEFT does later.
+    PEFT's own private functions are asked, so that the answer cannot differ from what PEFT does later.
 
     Raises:
-        ValueError: nothing matches.
+        ValueError: nothing matches, or the embeddings or the head are targeted.
     """
-    chosen = _maybe_include_all_linear_layers(replace(config), model)
-    found = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and check_target_module_exists(chosen, name)
-    ]
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    chosen = _maybe_include_all_linear_layers(replace(config), base)
+    ends = (base.get_input_embeddings(), base.get_output_embeddings()) if hasattr(base, "get_input_embeddings") else ()
+    found: list[str] = []
+    for name, module in base.named_modules():
+        if ".base_layer" in name or ".lora_" in name or not check_target_module_exists(chosen, name):
+            continue
+        _refuse_head(name, module in ends)
+        if isinstance(_inner(module), nn.Linear | Conv1D):
+            found.append(name)
     if not found:
         raise ValueError(f"target_modules={config.target_modules!r} matches no linear layer of {type(model).__name__}.")
     return found
+
+
+def _refuse_layer(target: nn.Module, *_: Any, **kwargs: Any) -> nn.Module:  # noqa: ANN401
+    """Stands in PEFT's table for all types of layers that have no fork adapter."""
+    name, type_ = kwargs["target_name"], type(_inner(target)).__name__
+    _refuse_head(name, isinstance(_inner(target), nn.Embedding))
+    raise ValueError(f"{name} is a {type_}: fork adapters are for linear layers; leave it out of target_modules.")
+
+
+def _refuse_head(name: str, is_head: bool) -> None:
+    if is_head:
+        raise ValueError(
+            f"{name} is the embedding or the unembedding: the bases are read off its rows and would go stale once it "
+            "is adapted. Leave it out of target_modules."
+        )
+
+
+def _inner(module: nn.Module) -> nn.Module:
+    return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
 
 
 def _sides(config: ForkLoraConfig, layer: str, shape: tuple[int, int]) -> tuple[Tensor | None, Tensor | None]:
@@ -241,32 +286,6 @@ def _sides(config: ForkLoraConfig, layer: str, shape: tuple[int, int]) -> tuple[
         if side is not None and (side.dim() != 2 or side.shape[0] != size):
             raise ValueError(f"{layer}: {name} basis is {tuple(side.shape)}, the layer needs [{size}, directions].")
     return sides
-
-
-def _columns(basis: Tensor | None, count: int, layer: str, name: str) -> Tensor:
-    if basis is None or basis.shape[1] < count:
-        have = 0 if basis is None else basis.shape[1]
-        raise ValueError(
-            f"{layer}: {count} {name} directions asked for, the basis has {have}. Ask for a lower rank or width, "
-            "leave the layer out (exclude_modules), or collect bases with more directions."
-        )
-    chosen = basis[:, :count].float().clone()  # the caller's tensor must not be trained
-    gram = chosen.T @ chosen
-    if not torch.allclose(gram, torch.eye(count, device=gram.device), atol=1e-4):
-        raise ValueError(
-            f"{layer}: the {name} basis is not orthonormal (largest error {_error(gram):.2g}): "
-            "take torch.linalg.qr(basis).Q."
-        )
-    return chosen
-
-
-def _error(gram: Tensor) -> float:
-    return (gram - torch.eye(len(gram), device=gram.device)).abs().max().item()
-
-
-def _fill(weight: Tensor, values: Tensor) -> None:
-    with torch.no_grad():
-        weight.copy_(values)
 
 
 def _delta(module: Any, adapter: str, weight: Tensor) -> Tensor:  # noqa: ANN401

@@ -57,7 +57,8 @@ class LayerSums:
 
     Per layer ``S = sum g g^T`` (output side) and ``H = sum |g|^2 x x^T`` (input side at the forks), over all
     positions, where ``x`` is the layer's input and ``g`` the gradient at its output; and once ``C = sum delta
-    delta^T``.
+    delta^T``. A prompt that several rows of a trace share is run once, so its positions count once, with the sum of
+    the rows' ``g``; under pseudo-advantages the expectation is that of separate rows.
 
     Args:
         model: the model, for the shapes of its layers.

@@ -211,7 +211,7 @@ def encode(tokenizer: Any, prompt: Any, **settings: Any) -> list[int]:  # noqa: 
     """Token ids of a prompt: a string, a list of chat messages (``settings`` go to its template), or ids already."""
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
-    if prompt and isinstance(prompt[0], dict):
+    if len(prompt) > 0 and isinstance(prompt[0], dict):
         return list(
             tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True, **settings)["input_ids"]
         )

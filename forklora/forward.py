@@ -18,30 +18,51 @@ from torch import Tensor, nn
 
 from forklora.unembed import hidden_only, unwrap
 
+_CACHES = ("past_key_values", "cache", "cache_params")
+
 
 @dataclass(frozen=True)
 class Calls:
-    """How one model wants to be called: names of its arguments, and whether a prompt's cache can be shared."""
+    """How one model wants to be called: names of its arguments, and what its cache can do.
+
+    Attributes:
+        cache_name: the argument that takes the cache.
+        positions: the model takes ``position_ids``.
+        shares_prompt: a prompt's cache can be repeated by row index.
+        recurrent: no layer keeps keys and values.
+    """
 
     cache_name: str
     positions: bool
     shares_prompt: bool
+    recurrent: bool
 
     @classmethod
     def of(cls, model: nn.Module) -> Calls:
-        """Read the forward signature and the configuration of a (wrapped) causal language model."""
+        """Read the forward signature and the configuration of a (wrapped) causal language model.
+
+        Raises:
+            ValueError: the model's forward takes no cache, so that it cannot continue a prompt.
+        """
         base = unwrap(model)
         names = inspect.signature(base.forward).parameters
-        cache_name = "cache" if "cache" in names else "past_key_values"
+        cache_name = next((name for name in _CACHES if name in names), None)
+        if cache_name is None:
+            raise ValueError(f"{type(base).__name__}.forward takes none of {', '.join(_CACHES)}: it has no cache.")
         checkpointing = bool(getattr(base, "is_activation_checkpointing", False)) and base.training
         # under ZeRO-3 every rank must call the model equally often, which depends on lengths if prompts are shared
         whole = not any(hasattr(p, "ds_id") for p in base.parameters())
         plain = whole and not getattr(base, "_is_stateful", False) and not base.config.is_encoder_decoder
-        return cls(cache_name, "position_ids" in names, plain and cache_name in names and not checkpointing)
+        # a layer that keeps a state instead of keys and values has no rows to select
+        rows = [hasattr(layer, "batch_select_indices") for layer in new_cache(model).layers]
+        shares = plain and not checkpointing and all(rows)
+        return cls(cache_name, "position_ids" in names, shares, bool(rows) and not any(rows))
 
     def arguments(self, mask: Bool[Tensor, "n l"], *, length: int, cache: Any) -> dict[str, Any]:  # noqa: ANN401
         """Keyword arguments of one call on the last ``length`` columns of ``mask``."""
-        found: dict[str, Any] = {"attention_mask": mask.long(), "use_cache": cache is not None}
+        # a purely recurrent model multiplies what it is fed by its mask: it must not see the columns before
+        seen = mask[:, -length:] if self.recurrent else mask
+        found: dict[str, Any] = {"attention_mask": seen.long(), "use_cache": cache is not None}
         if self.positions:
             found["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -length:]
         if cache is not None:

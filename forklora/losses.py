@@ -104,7 +104,7 @@ def prefix_value(
     prefix = group
     for t in range(tokens.shape[1]):
         alive = mask[:, t]
-        _, prefix = torch.unique(torch.where(alive, prefix, -1), return_inverse=True)
+        _, prefix = torch.unique(prefix, return_inverse=True)
         count = torch.zeros_like(advantages).scatter_add(0, prefix, alive.to(advantages.dtype))[prefix]
         total = torch.zeros_like(advantages).scatter_add(0, prefix, advantages * alive)[prefix]
         shared = alive & (count > 1)

@@ -41,7 +41,8 @@ class StepLengthSGD(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         moved = [(p, g["lr"], g["scaling"]) for g in self.param_groups for p in g["params"] if p.grad is not None]
-        parts = [(p.grad.float().norm() / s).square() for p, _, s in moved]
+        # in float64: the square of a gradient of 1e-23 is nothing in float32, of 1e20 infinite
+        parts = [(torch.linalg.vector_norm(p.grad, dtype=torch.float64) / s).square() for p, _, s in moved]
         norm = torch.stack(parts).sum().sqrt() if parts else torch.zeros(())
         if not torch.isfinite(norm):
             raise FloatingPointError(f"the gradient's norm is {norm.item()}: the step was not taken.")

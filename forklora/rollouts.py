@@ -36,7 +36,7 @@ class Sampler:
         min_p: drop tokens below this share of the likeliest token's probability.
         repetition_penalty: factor against tokens of prompt and completion; 1 leaves them alone.
         stop_ids: tokens that end a completion (they belong to it).
-        stop: further rule, ``ids [n, l] -> bool [n]``, asked after each token.
+        stop: further rule, ``completions [n, l] -> bool [n]``, asked after each token.
         processors: functions ``(ids [n, l], scores [n, V]) -> scores`` used instead of the settings above.
         keep: likeliest tokens stored per position.
     """
@@ -121,7 +121,7 @@ def sample(
     """
     head = read_unembedding(model) if unembedding is None else unembedding
     device = head.weight.device
-    pad = sampler.stop_ids[0] if sampler.stop_ids else int(prompts[0][0])
+    pad = sampler.stop_ids[0] if sampler.stop_ids else 0  # any id will do: masks come from lengths
     place: dict[tuple[int, ...], int] = {}
     index = [place.setdefault(tuple(p), len(place)) for p in prompts]
     ids, mask = (t.to(device) for t in pad_prompts(list(place), pad))
@@ -173,7 +173,7 @@ def _decode(
             steps.append({k: v if k in ("alive", "token") else _blank(v, alive) for k, v in step.items()})
             so_far = torch.cat([so_far, step["token"][:, None]], 1)
             mask = torch.cat([mask, alive[:, None]], 1)
-            alive = alive & ~_ended(so_far, sampler)
+            alive = alive & ~_ended(so_far[:, ids.shape[1] :], sampler)
             if len(steps) == sampler.max_new_tokens or not alive.any():
                 return steps
             model(input_ids=step["token"][:, None], **calls.arguments(mask, length=1, cache=cache))
@@ -228,10 +228,10 @@ def _blank(values: Tensor, alive: Tensor) -> Tensor:
     return torch.where(alive.view(-1, *[1] * (values.dim() - 1)), values, empty)
 
 
-def _ended(so_far: Tensor, sampler: Sampler) -> Tensor:
-    last = so_far[:, -1]
+def _ended(completions: Tensor, sampler: Sampler) -> Tensor:
+    last = completions[:, -1]
     ended = torch.isin(last, torch.tensor(sampler.stop_ids, device=last.device, dtype=last.dtype))
-    return ended if sampler.stop is None else ended | sampler.stop(so_far)
+    return ended if sampler.stop is None else ended | sampler.stop(completions)
 
 
 def _without_padding(ids: Tensor, mask: Tensor) -> Tensor:

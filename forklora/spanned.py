@@ -79,3 +79,25 @@ def factor(weight: Tensor, basis: Tensor, *, free: bool) -> tuple[Tensor, Tensor
     if free:
         basis = basis + (weight - basis @ core) @ torch.linalg.pinv(core)
     return core, basis
+
+
+def leading(basis: Tensor | None, count: int, *, where: str) -> Tensor:
+    """The first ``count`` columns of a basis ``[d, k]``, float32, as a copy that may be trained.
+
+    Raises:
+        ValueError: there are fewer columns, or they are not orthonormal; the message begins with ``where``.
+    """
+    have = 0 if basis is None else basis.shape[1]
+    if basis is None or have < count:
+        raise ValueError(
+            f"{where}: {count} directions asked for, the basis has {have}. Ask for a lower rank or width, leave the "
+            "layer out (exclude_modules), or collect bases with more directions."
+        )
+    chosen = basis[:, :count].detach().float().clone()
+    error = (chosen.T @ chosen - torch.eye(count, device=chosen.device)).abs().max()
+    if not error <= 1e-4:
+        raise ValueError(
+            f"{where}: the basis {tuple(basis.shape)} is not orthonormal (largest error {error:.2g}): take "
+            "torch.linalg.qr(basis).Q."
+        )
+    return chosen

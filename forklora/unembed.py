@@ -52,11 +52,12 @@ def output_head(model: nn.Module) -> Any:  # noqa: ANN401 - a module with weight
     for mark, what in (
         ("base_layer", "carries an adapter"),
         ("modules_to_save", "is a trained copy (modules_to_save)"),
+        ("token_adapter", "has trained rows (trainable_token_indices)"),
     ):
         if hasattr(head, mark):
             raise ValueError(
                 f"the unembedding of {type(base).__name__} {what}: its rows change while training and the fork basis "
-                "would go stale. Leave the head out of target_modules and modules_to_save."
+                "would go stale. Leave the head out of target_modules, modules_to_save and trainable_token_indices."
             )
     return head
 

@@ -18,15 +18,14 @@ from datasets import Dataset
 from forklora.recipes.config import Arm, Recipe
 from forklora.recipes.demo import load_model
 from forklora.recipes.evaluate import Examiner
+from forklora.recipes.peft_arms import adapter_config
 from forklora.recipes.provenance import hash_logits, hash_tensors, provenance, write_json
 from forklora.recipes.tasks import Task
 from forklora.trainers.rl import ForkGRPOConfig, ForkGRPOTrainer
-from peft import LoraConfig
 from torch import nn
 from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
 
-from forklora.adapter import ForkLoraConfig
 from forklora.export import save_plain_lora
 
 
@@ -63,7 +62,10 @@ def train_arm(recipe: Recipe, arm: Arm, *, folder: Path) -> dict[str, Any]:
     watch = Watch(recipe, arm, examiner=examiner, init_seconds=spent, init_rollouts=rollouts)
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(watch)
-    trainer.train()
+    if recipe.steps:
+        trainer.train()
+    else:  # max_steps=0 would mean no limit
+        watch.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
     adapter = save_plain_lora(trainer.model, folder / "adapter")
     with trainer.model.disable_adapter():
         if hash_tensors(trainer.model) != base_hash:
@@ -110,7 +112,7 @@ def build_trainer(
         step_length=arm.rate if fixed else None,
         learning_rate=arm.rate,
         optim="sgd" if arm.optimizer == "sgd" else "adamw_torch",
-        lr_scheduler_type="constant",
+        lr_scheduler_type=arm.schedule,
         weight_decay=0.0,
         loss_type="dr_grpo",
         scale_rewards="none",
@@ -126,22 +128,6 @@ def build_trainer(
     )
     return ForkGRPOTrainer(
         model, reward, args, train_dataset=rows, processing_class=tokenizer, peft_config=adapter_config(arm)
-    )
-
-
-def adapter_config(arm: Arm) -> LoraConfig:
-    """What PEFT is given for this arm."""
-    targets = arm.targets if isinstance(arm.targets, str) else list(arm.targets)
-    alpha = arm.rank if arm.alpha is None else arm.alpha
-    if arm.adapter == "lora":
-        return LoraConfig(r=arm.rank, lora_alpha=alpha, target_modules=targets)
-    return ForkLoraConfig(
-        kind=arm.adapter,
-        r=arm.rank,
-        width=arm.width,
-        lora_alpha=alpha,
-        target_modules=targets,
-        train_basis=arm.train_basis,
     )
 
 
@@ -209,4 +195,7 @@ class Watch(TrainerCallback):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except ValueError as error:  # a setting that turned out impossible: its message says all there is to know
+        sys.exit(f"forklora: arm {sys.argv[2]}: {error}")

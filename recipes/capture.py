@@ -41,11 +41,11 @@ def run_capture(recipe: Recipe) -> dict[str, Any]:
     gradients, identity = held_out_gradients(recipe, model, examiner=examiner)
     modules = dict(model.named_modules())
     layers = []
-    for name, gradient in gradients.items():
-        u, q = bases[name].output, bases[name].input
+    for name in (n for n in bases if n in gradients):
+        gradient, u, q = gradients[name], bases[name].output, bases[name].input
         shares = _shares(gradient, u, q)
         d_out, d_in = layer_shape(modules[name])
-        null = _shares(gradient, *_random(d_out, d_in))
+        null = _shares(gradient, *_random(d_out, d_in, seed=len(layers)))
         if name in identity:
             shares["identity out k=16"] = captured_share(gradient, output=identity[name])
         layers.append({"layer": name, "energy": float(gradient.square().sum()), **shares, "random": null})
@@ -76,8 +76,8 @@ def _shares(gradient: Tensor, u: Tensor, q: Tensor) -> dict[str, float]:
     return found | {f"block {k}x{k}": captured_share(gradient, output=u[:, :k], input=q[:, :k]) for k in _RANKS}
 
 
-def _random(d_out: int, d_in: int) -> tuple[Tensor, Tensor]:
-    with seeded(d_out):
+def _random(d_out: int, d_in: int, *, seed: int) -> tuple[Tensor, Tensor]:
+    with seeded(seed):
         u, q = (torch.linalg.qr(torch.randn(d, max(_RANKS))).Q for d in (d_out, d_in))
     return u, q
 

@@ -172,6 +172,9 @@ def _checked_recipe(options: argparse.Namespace) -> "Recipe":
     if recipe.model.name == DEMO_NAME:
         demo_weights()
     _check_writable(Path(recipe.output), "for the output; choose another folder with output=FOLDER")
+    from forklora.recipes.preflight import check_recipe
+
+    check_recipe(recipe)
     return recipe
 
 
@@ -214,9 +217,9 @@ def _table(rows: Sequence[Mapping[str, Any]], *, title: str) -> "Table":
 
 
 def _side_by_side(rows: Sequence[Mapping[str, str]], *, title: str) -> "Table":
-    """A table with one column per row, for rows of many short entries; lines that are empty throughout are left out."""
+    """A table with one column per row, for rows of many short entries; errors are left out where there are none."""
     from forklora.recipes.summary import MISSING
 
     headings, *others = rows[0]
     lines = [{headings: other, **{row[headings]: row[other] for row in rows}} for other in others]
-    return _table([line for line in lines if {*line.values()} - {line[headings], MISSING}], title=title)
+    return _table([line for line in lines if {*line.values()} != {"error", MISSING}], title=title)

@@ -5,6 +5,7 @@ leaves the training's random state alone; the map shows the policy before traini
 """
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ class Examiner:
     def rewards(self, trace: Trace, *, first: int, samples: int) -> list[float]:
         """Reward of each row of a trace whose prompts are the questions from ``first`` on."""
         texts = [
-            self.tokenizer.decode(ids[mask])
+            self.tokenizer.decode(ids[mask], skip_special_tokens=True)  # as the trainer reads them
             for ids, mask in zip(trace.completion_ids, trace.completion_mask, strict=True)
         ]
         return [self.task.score(t, self.questions[first + i // samples].answer) for i, t in enumerate(texts)]
@@ -59,7 +60,7 @@ class Examiner:
         with seeded(_SEED + 1):
             trace = self._ask(model, slice(0, _MAPPED), 1)
         rewards = self.rewards(trace, first=0, samples=1)
-        trace = Trace(**{**vars(trace), "reward": torch.tensor(rewards)})
+        trace = replace(trace, reward=torch.tensor(rewards))
         trace.save(folder / "forks.safetensors")
         write_json(folder / "tokens.json", {"rows": [self._row(trace, i) for i in range(len(trace))]})
 

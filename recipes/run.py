@@ -56,6 +56,8 @@ def is_done(recipe: Recipe, arm: Arm) -> bool:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
+    if not isinstance(record, dict):
+        return False
     now, then = recipe.model_dump(mode="json"), record.get("recipe") or {}
     mine = arm.model_dump(mode="json")
     same = all(now[key] == then.get(key) for key in _SHARED) and mine in (then.get("arms") or [])

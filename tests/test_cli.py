@@ -151,5 +151,9 @@ def test_the_summary_stands_with_one_column_per_arm():
     assert [column.header for column in table.columns] == ["arm", "a", "b"]
     lines = list(zip(*(column.cells for column in table.columns), strict=True))
     assert ("trained parameters", "7", "7") in lines and ("status", "done", "done") in lines
-    # What no arm has is left out: a table of dashes says nothing.
+    # A target that was missed is a finding and stays; an error that did not happen is none.
+    assert ("steps to target", "—", "—") in lines
     assert not [line for line in lines if line[0] == "error"]
+    (broken,) = summary_table([{"arm": "c", "status": "failed", "error": "out of memory"}])
+    (*_, last) = zip(*(column.cells for column in _side_by_side([broken], title="t").columns), strict=True)
+    assert last == ("error", "out of memory")

@@ -36,6 +36,7 @@ from forklora.unembed import read_unembedding
 
 CENTERINGS = ("none", "sampler", "value")
 _LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")
+_FOREIGN = ("tools", "rollout_func", "environment_factory")  # bring tokens that our sampler did not draw
 
 
 @dataclass
@@ -118,7 +119,8 @@ class ForkGRPOTrainer(SeamedGRPOTrainer):
             args = ForkGRPOConfig("fork-grpo")
         if not isinstance(args, ForkGRPOConfig):
             raise TypeError(f"args is a {type(args).__name__}; ForkGRPOTrainer takes a ForkGRPOConfig.")
-        self.recording = self.own_loss = args.score_centering == "sampler"
+        self.own_loss = args.score_centering == "sampler"
+        self.recording = self.own_loss or _only_stops(args, kwargs)
         _refuse_parts(args, kwargs)
         if isinstance(model, str):
             model = load_policy(model, args)
@@ -159,7 +161,7 @@ class ForkGRPOTrainer(SeamedGRPOTrainer):
 
     def draw(self, model: nn.Module, prompts: list[list[int]]) -> Trace:
         """Complete each prompt once, recording the distribution it was drawn from."""
-        trace = sample(model, prompts, sampler=self._sampler, unembedding=self._head)
+        trace = sample(model, prompts, sampler=self._sampler, unembedding=self._head, record=self.own_loss)
         mask = trace.completion_mask
         self.metric("forks/share", len(find_forks(trace)) / max(int(mask.sum()), 1))
         self.metric("forks/spread", float(trace.spread[mask].mean()))
@@ -236,8 +238,15 @@ def _scalings(model: nn.Module) -> dict[str, float]:
     }
 
 
+def _only_stops(args: ForkGRPOConfig, kwargs: dict[str, Any]) -> bool:
+    """Stop strings alone are drawn here under every centering: TRL's generation is given no tokenizer to find them."""
+    elsewhere = args.use_vllm or args.use_transformers_continuous_batching or args.cache_implementation
+    foreign = any(kwargs.get(name) for name in _FOREIGN)
+    return set(args.generation_kwargs or {}) == {"stop_strings"} and not elsewhere and not foreign
+
+
 def _refuse_parts(args: ForkGRPOConfig, kwargs: dict[str, Any]) -> None:
-    given = [name for name in ("tools", "rollout_func", "environment_factory") if kwargs.get(name)]
+    given = [name for name in _FOREIGN if kwargs.get(name)]
     if given and args.score_centering == "sampler":
         raise ValueError(
             f"score_centering='sampler' does not go with {', '.join(given)}: tokens that the trainer's own sampler "

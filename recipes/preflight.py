@@ -1,0 +1,54 @@
+"""Finds what is wrong with a recipe for its model before anything long: shapes only, no weights are read."""
+
+import torch
+from forklora.recipes.config import Arm, Recipe
+from forklora.recipes.demo import DEMO_NAME, demo_model_folder
+from forklora.recipes.peft_arms import adapter_config
+from forklora.recipes.refusal import Refusal
+from torch import nn
+
+from forklora.adapter import target_layers
+from forklora.backward import layer_shape
+from forklora.unembed import output_head
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Raise a Refusal, with every complaint, where an arm's adapter does not fit the model.
+
+    The model is built from its configuration on the meta device, so the check takes a second whatever its size.
+    """
+    model = _empty_model(recipe.model.name)
+    complaints = [text for arm in recipe.arms if (text := _complaint(model, arm))]
+    if complaints:
+        raise Refusal("the arms do not fit the model:\n" + "\n".join(f"  {text}" for text in complaints))
+
+
+def _empty_model(name: str) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    source = str(demo_model_folder()) if name == DEMO_NAME else name
+    try:
+        config = AutoConfig.from_pretrained(source)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        output_head(model)
+    except (OSError, ValueError) as error:
+        raise Refusal(f"cannot use the model {name!r}: {str(error).splitlines()[0]}") from error
+    return model
+
+
+def _complaint(model: nn.Module, arm: Arm) -> str:
+    try:
+        config = adapter_config(arm)
+        modules = dict(model.named_modules())
+        shapes = {name: layer_shape(modules[name]) for name in target_layers(model, config)}
+    except ValueError as error:
+        return f"{arm.name}: {error}"
+    if arm.adapter == "lora":
+        return ""
+    needs = (config.output_width, config.input_width)
+    for name, shape in shapes.items():
+        for side, need, size in zip(("output", "input"), needs, shape, strict=True):
+            if need > size:
+                return f"{arm.name}: {need} {side} directions asked for, {name} has {size} {side}s; lower rank or width"
+    return ""
