@@ -20,6 +20,8 @@ from forklora.sketch import Sketch
 from forklora.trace import Trace
 from forklora.unembed import hidden_only, output_head, unwrap
 
+# Positions of a row that are joined exactly: beyond that the Gram matrices would outgrow the activations.
+_BLOCK = 256
 # How architectures name the linear layers that add to the residual stream.
 _WRITERS = ("o_proj", "down_proj", "c_proj", "out_proj", "fc2", "dense", "dense_4h_to_h", "wo", "w2")
 
@@ -55,10 +57,12 @@ def layer_shape(module: Any) -> tuple[int, int]:  # noqa: ANN401 - a linear laye
 class LayerSums:
     """Additive statistics of target layers over any number of traces.
 
-    Per layer ``S = sum g g^T`` (output side) and ``H = sum |g|^2 x x^T`` (input side at the forks), over all
-    positions, where ``x`` is the layer's input and ``g`` the gradient at its output; and once ``C = sum delta
-    delta^T``. A prompt that several rows of a trace share is run once, so its positions count once, with the sum of
-    the rows' ``g``; under pseudo-advantages the expectation is that of separate rows.
+    With ``G_i = sum_t g_t x_t^T`` the weight gradient that row ``i`` of a forward call sends to a layer (``x`` the
+    layer's input, ``g`` the gradient at its output), per layer ``S = sum_i G_i G_i^T`` (output side) and ``H = sum_i
+    G_i^T G_i`` (input side), and once ``C = sum delta delta^T``. Under pseudo-advantages these are the second moments
+    of the policy gradient itself, so their leading directions hold the largest expected share of it. A prompt that
+    several rows share is run once and is a row of its own, with the sum of the rows' ``g``. Rows are cut into blocks
+    of positions.
 
     Args:
         model: the model, for the shapes of its layers.
@@ -91,8 +95,10 @@ class LayerSums:
 
     def _add(self, name: str, x: Tensor, g: Tensor) -> None:
         output, input_ = self.sides[name]
-        output.add(g)
-        input_.add(x, g.float().square().sum(-1))
+        for start in range(0, x.shape[1], _BLOCK):
+            xs, gs = (t[:, start : start + _BLOCK].float() for t in (x, g))
+            output.add_rows(gs, xs @ xs.mT)
+            input_.add_rows(xs, gs @ gs.mT)
 
     def all_reduce(self) -> None:
         """Add up the sums of all ranks, so that every rank reads the same bases; nothing to do on one."""
@@ -110,7 +116,7 @@ def listening(modules: Mapping[str, nn.Module], receive: Callable[[str, Tensor, 
         def forward(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             x = args[0].detach()
             if output.requires_grad:
-                output.register_hook(lambda g: receive(name, x.flatten(0, -2), g.detach().flatten(0, -2)))
+                output.register_hook(lambda g: receive(name, _rows(x), _rows(g.detach())))
 
         return forward
 
@@ -120,6 +126,11 @@ def listening(modules: Mapping[str, nn.Module], receive: Callable[[str, Tensor, 
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _rows(values: Tensor) -> Tensor:
+    """``[rows, positions, d]``; where a model has flattened its rows away, every position is a row of its own."""
+    return values if values.ndim == 3 else values.flatten(0, -2)[:, None]
 
 
 class WeightGradients:
@@ -141,7 +152,7 @@ class WeightGradients:
             backward(model, trace, advantages=advantages)
 
     def _add(self, name: str, x: Tensor, g: Tensor) -> None:
-        found = g.float().T @ x.float()
+        found = g.flatten(0, -2).float().T @ x.flatten(0, -2).float()
         self.sums[name] = self.sums[name] + found if name in self.sums else found
 
 

@@ -2,8 +2,10 @@
 
 Decisions: every rollout gets a pseudo-advantage (random, mean zero in its group) and the trainer's own backward pass
     is run
-on the centered loss; at each layer the gradient ``g`` at the output and the input ``x`` go into additive sketches of
-``S = sum g g^T`` (output side) and ``H = sum |g|^2 x x^T`` (input side at the forks). Sums are kept, never d x d
+on the centered loss; each layer's weight gradient ``G_i`` of rollout ``i`` goes into additive sketches of ``S = sum
+G_i G_i^T`` (output side) and ``H = sum G_i^T G_i`` (input side), without being formed. On SmolLM2-135M these hold
+more of a held-out policy gradient than sums over positions, ``sum g g^T`` and ``sum |g|^2 x x^T``: .34 against .22 of
+the energy in one output direction (layers 4, 12 and 20, few-shot multiplication). Sums are kept, never d x d
 matrices, and what was accumulated on several ranks is added up before any eigenvector is read.
 """
 

@@ -76,6 +76,29 @@ class Sketch:
             self._trace += (weighted * chunk).sum()
         self.count += len(vectors)
 
+    @torch.no_grad()
+    def add_rows(self, vectors: Float[Tensor, "b n size"], grams: Float[Tensor, "b n m"]) -> None:
+        """Add ``sum_b V_b^T K_b V_b``: vectors of one row that go together, joined by the row's Gram matrix.
+
+        With ``K_b = X_b X_b^T`` this is ``sum_b M_b M_b^T`` for ``M_b = V_b^T X_b``, without ever forming ``M_b``.
+
+        Raises:
+            ValueError: other shapes.
+        """
+        if vectors.ndim != 3 or vectors.shape[2] != self.size or grams.shape != (*vectors.shape[:2], vectors.shape[1]):
+            raise ValueError(
+                f"vectors {list(vectors.shape)} and Gram matrices {list(grams.shape)}: needed are "
+                f"[b, n, {self.size}] and [b, n, n]."
+            )
+        self._to(vectors.device)
+        rows = max(1, _CHUNK // max(1, vectors.shape[1]))
+        for start in range(0, len(vectors), rows):
+            chunk, gram = vectors[start : start + rows].double(), grams[start : start + rows].double()
+            joined = gram @ (chunk if self._omega is None else chunk @ self._omega)
+            self._product += chunk.flatten(0, 1).T @ joined.flatten(0, 1)
+            self._trace += (gram * (chunk @ chunk.mT)).sum()
+        self.count += len(vectors)
+
     def merge(self, other: Sketch) -> None:
         """Add all that another sketch has seen.
 

@@ -58,7 +58,7 @@ def row_by_row(net, trace, *, advantages, layers):
 
 
 def merged(trace, rows):
-    """A prompt that several rows share is one position: its ``g`` is the sum of theirs."""
+    """A prompt that several rows share is a row of its own: its ``g`` is the sum of theirs."""
     groups = {}
     for row, (x, g) in enumerate(rows):
         n = int(trace.prompt_mask[row].sum())
@@ -69,9 +69,9 @@ def merged(trace, rows):
 
 
 def dense_sums(trace, rows):
-    """``sum g g^T`` and ``sum |g|^2 x x^T`` over all positions."""
-    x, g = (torch.cat(parts) for parts in zip(*merged(trace, rows), strict=True))
-    return g.T @ g, x.T @ (g.square().sum(1, keepdim=True) * x)
+    """``sum G_i G_i^T`` and ``sum G_i^T G_i`` over all rows, ``G_i`` the weight gradient of one row."""
+    gradients = [g.T @ x for x, g in merged(trace, rows)]
+    return sum(m @ m.T for m in gradients), sum(m.T @ m for m in gradients)
 
 
 def dense(sketch):

@@ -132,7 +132,16 @@ def test_done_means_a_finished_record_of_this_very_recipe(finished, tmp_path):
     assert is_done(recipe.model_copy(update={"arms": more}), first)
 
 
-@pytest.mark.parametrize("content", ['{"status": "failed"}', '{"status": "interrupted"}', "{", "[]", ""])
+@pytest.mark.parametrize("status", ["done", "failed", "interrupted", None])
+def test_only_a_record_that_says_so_is_done(status, tmp_path):
+    recipe = recipe_of(tmp_path)
+    path = Path(recipe.output) / "block" / "record.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"status": status, "recipe": recipe.model_dump(mode="json")}))
+    assert is_done(recipe, recipe.arms[0]) == (status == "done")
+
+
+@pytest.mark.parametrize("content", ['{"status": "done"}', '{"status": "done", "recipe": null}', "{", "[]", ""])
 def test_an_unfinished_or_damaged_record_is_not_done(content, tmp_path):
     recipe = recipe_of(tmp_path)
     path = Path(recipe.output) / "block" / "record.json"

@@ -216,3 +216,17 @@ def test_ranks_end_with_the_same_bits_also_where_one_has_nothing_to_add(tmp_path
         assert torch.allclose(mine[0], whole.eigenbasis(4)[0], rtol=1e-9)
         assert torch.allclose(mine[1], whole.eigenbasis(4)[1], atol=1e-6)
         assert facts == [pytest.approx(whole.trace), 30]
+
+
+@pytest.mark.parametrize("width", [5, 40])
+def test_rows_joined_by_a_gram_matrix_add_the_outer_product_of_their_matrix(width):
+    """``V^T (X X^T) V`` is ``M M^T`` for ``M = V^T X``, in the product and in the trace."""
+    generator = torch.Generator().manual_seed(3)
+    v, x = (torch.randn(6, 7, d, generator=generator) for d in (40, 12))
+    joined, explicit = (Sketch(40, width=width, seed=1) for _ in range(2))
+    joined.add_rows(v, x @ x.mT)
+    explicit.add((v.mT @ x).mT.flatten(0, 1))  # the columns of every M
+    assert torch.allclose(joined.spectrum(5), explicit.spectrum(5), rtol=1e-4)
+    assert joined.trace == pytest.approx(explicit.trace, rel=1e-5)
+    with pytest.raises(ValueError, match=r"\[6, 7, 40\].*\[6, 7, 12\]"):
+        joined.add_rows(v, x)

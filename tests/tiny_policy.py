@@ -38,9 +38,9 @@ def tokenizer():
 def llama(*, seed=0, dtype=torch.float32, tied=True, width=32, heads=2):
     """A two-layer Llama in evaluation mode; the global random state is left alone."""
     config = LlamaConfig(
-        vocab_size=len(tokenizer()), hidden_size=width, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=heads, max_position_embeddings=256, initializer_range=0.2, tie_word_embeddings=tied,
-        bos_token_id=None, eos_token_id=1, pad_token_id=0,
+        vocab_size=len(tokenizer()), hidden_size=width, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=heads, max_position_embeddings=256, initializer_range=0.2,
+        tie_word_embeddings=tied, bos_token_id=None, eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(seed)
