@@ -43,6 +43,8 @@ def test_the_hash_of_the_function_is_equal_for_equal_functions_only():
     assert hash_logits(shake(model), ids) != found
     assert hash_logits(eager(llama(tied=False)), ids) != found
     assert hash_logits(llama(), ids[1:]) != found
+    noisy = shake(adapted("inputs", lora_dropout=0.5)[0])
+    assert len({hash_logits(noisy.train(), ids) for _ in range(3)}) == 1
 
 
 def test_hashing_leaves_the_mode_and_the_random_state():
@@ -82,3 +84,7 @@ def test_json_is_written_whole_or_not_at_all(tmp_path):
             write_json(path, broken)
         assert json.loads(path.read_text()) == {"a": [1, None, 0.5]}
     assert [p.name for p in path.parent.iterdir()] == ["record.json"]
+    (path.parent / "taken" / "by").mkdir(parents=True)
+    with pytest.raises(OSError):
+        write_json(path.parent / "taken", {})
+    assert sorted(p.name for p in path.parent.iterdir()) == ["record.json", "taken"]

@@ -38,7 +38,7 @@ def test_a_length_reward_moves_the_sampler_and_leaves_the_base_alone(kind, tmp_p
     trainer.train()
     lengths = [e["completions/mean_length"] for e in trainer.state.log_history if "reward" in e]
     assert len(lengths) == 12
-    assert sum(lengths[-3:]) / 3 < 0.7 * sum(lengths[:3]) / 3
+    assert sum(lengths[-3:]) / 3 < 0.6 * lengths[0]
     # the rollouts recorded last came from the trained adapter
     assert mean_length(trainer) == pytest.approx(lengths[-1])
     assert any(not torch.equal(start[n], t) for n, t in adapter_of(trainer).items())
@@ -50,10 +50,11 @@ def test_the_opposite_reward_moves_it_the_other_way(tmp_path):
     trainer = trainer_of(
         tmp_path, reward=lambda **k: [-r for r in shorter(**k)], max_steps=12, step_length=0.6,
         per_device_train_batch_size=32,
+        max_completion_length=24,
     )  # fmt: skip
     trainer.train()
     lengths = [e["completions/mean_length"] for e in trainer.state.log_history if "reward" in e]
-    assert sum(lengths[-3:]) > 1.15 * sum(lengths[:3])
+    assert sum(lengths[-3:]) / 3 > 1.5 * lengths[0]
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])

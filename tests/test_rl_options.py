@@ -232,3 +232,13 @@ def test_bases_do_not_move_the_random_state_of_the_run(tmp_path):
     first, second = (hashlib.sha256(b["model.layers.0.mlp.up_proj"].output.numpy().tobytes()) for b in bases)
     assert first.digest() == second.digest()
     assert bases[0].facts["prompts"] == "4"
+
+
+def test_bases_come_from_prompts_as_the_chat_template_renders_them(tmp_path):
+    given = {"train_dataset": prompts(chat=True), "processing_class": tokenizer(), "peft_config": ForkLoraConfig()}
+    found = []
+    for settings in (None, {"mood": "sad "}):
+        quick = {"disable_tqdm": True, "num_generations": 4, "basis_prompts": 4, "chat_template_kwargs": settings}
+        args = ForkGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **quick)
+        found.append(ForkGRPOTrainer._collect(llama(), args, given)["model.layers.0.mlp.up_proj"].output)
+    assert not torch.allclose(*found)

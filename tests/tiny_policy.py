@@ -18,7 +18,7 @@ from forklora.backward import layer_shape
 
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 CHARACTERS = "\n 0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQ.,:*=+"
-TEMPLATE = "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + '\n' }}{% endfor %}{{ 'a:' }}"
+TEMPLATE = "{{ mood or '' }}{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + '\n' }}{% endfor %}{{ 'a:' }}"
 LAYERS = 14  # linear layers of the Llama: seven in each of two blocks
 FORMS = [(kind, trained) for kind in KINDS for trained in (False, True)]
 
