@@ -19,6 +19,9 @@ class StepLengthSGD(Optimizer):
 
         eta = lr / sqrt(sum_i |g_i|^2 / s_i^2)
 
+    With ``evenly`` every matrix moves by the same length instead, ``lr / sqrt(n)`` for each of the ``n`` that have a
+    gradient, so that layers with little gradient move too; the sum of squares is the same ``lr^2``.
+
     Neither the size of the gradient, nor the loss's normalization, nor ``lora_alpha`` changes the path. A gradient
     that is exactly zero leaves everything as it was. No state is kept. For the trained-basis forms and vanilla LoRA,
     whose factors are not orthonormal, ``lr`` is the length in the factors' own coordinates times ``s``.
@@ -26,12 +29,14 @@ class StepLengthSGD(Optimizer):
     Args:
         params: parameters, or groups that may carry ``scaling`` (``s``, default 1).
         lr: length of a step; weight units, over all matrices together.
+        evenly: give every matrix the same share of it.
     """
 
-    def __init__(self, params: Iterable[Any], lr: float) -> None:
+    def __init__(self, params: Iterable[Any], lr: float, *, evenly: bool = False) -> None:
         if not lr >= 0:
             raise ValueError(f"lr={lr} is the length of a step and cannot be negative.")
         super().__init__(params, {"lr": lr, "scaling": 1.0})
+        self.evenly = evenly
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401
@@ -42,13 +47,15 @@ class StepLengthSGD(Optimizer):
                 loss = closure()
         moved = [(p, g["lr"], g["scaling"]) for g in self.param_groups for p in g["params"] if p.grad is not None]
         # in float64: the square of a gradient of 1e-23 is nothing in float32, of 1e20 infinite
-        parts = [(torch.linalg.vector_norm(p.grad, dtype=torch.float64) / s).square() for p, _, s in moved]
-        norm = torch.stack(parts).sum().sqrt() if parts else torch.zeros(())
+        norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float64) / s for p, _, s in moved]
+        norm = torch.stack(norms).square().sum().sqrt() if norms else torch.zeros(())
         if not torch.isfinite(norm):
             raise FloatingPointError(f"the gradient's norm is {norm.item()}: the step was not taken.")
-        if norm > 0:
-            for p, lr, s in moved:
-                p.sub_((p.grad.float() * (lr / (s * s)) / norm).to(p.dtype))
+        count = sum(bool(own > 0) for own in norms)
+        for (p, lr, s), own in zip(moved, norms, strict=True):
+            if own > 0:
+                size = lr / (s * s) / (own * count**0.5 if self.evenly else norm)
+                p.sub_((p.grad.float() * size).to(p.dtype))
         return loss
 
 

@@ -110,6 +110,7 @@ def build_trainer(
         generation_kwargs={"stop_strings": list(recipe.sampling.stop or [])},
         score_centering=arm.centering,
         step_length=arm.rate if fixed else None,
+        step_evenly=arm.evenly,
         learning_rate=arm.rate,
         optim="sgd" if arm.optimizer == "sgd" else "adamw_torch",
         lr_scheduler_type=arm.schedule,

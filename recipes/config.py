@@ -101,6 +101,8 @@ class Arm(Closed):
     """`length` is SGD whose every step moves the weights by the Frobenius length `rate`."""
     rate: float = Field(gt=0, allow_inf_nan=False)
     """Learning rate, or the length of a step."""
+    evenly: bool = True
+    """For `length`: every matrix moves by the same share of it; false lets each move as its gradient says."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the rate goes over the steps: it stays, or falls to zero at the last one."""
     centering: Literal["none", "sampler", "value"] = "sampler"

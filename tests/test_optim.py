@@ -174,3 +174,17 @@ def test_a_partitioned_weight_is_refused(weight):
 def test_a_momentum_that_grows_is_refused(momentum):
     with pytest.raises(ValueError, match="must lie in"):
         ProjectedSGD([(nn.Parameter(torch.zeros(4, 2)), torch.eye(4)[:, :1])], lr=0.1, momentum=momentum)
+
+
+@pytest.mark.parametrize("scaling", [0.5, 1.0, 3.0])
+def test_evenly_every_matrix_with_a_gradient_moves_by_the_same_length(scaling):
+    """``|dW| = s |d theta| = lr / sqrt(n)`` for each of the n, whatever their gradients' sizes; together ``lr``."""
+    sizes = [1e-3, 1.0, 50.0, 0.0]
+    found = [nn.Parameter(torch.zeros(3, 4)) for _ in sizes]
+    for parameter, size in zip(found, sizes, strict=True):
+        parameter.grad = size * torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    StepLengthSGD([{"params": found, "scaling": scaling}], lr=0.3, evenly=True).step()
+    lengths = [scaling * float(p.detach().norm()) for p in found]
+    assert lengths == pytest.approx([0.3 / 3**0.5] * 3 + [0.0], rel=1e-5)
+    direction = -found[1].grad / found[1].grad.norm()
+    assert torch.allclose(found[1].detach() / found[1].detach().norm(), direction, atol=1e-6)

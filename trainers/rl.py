@@ -49,6 +49,7 @@ class ForkGRPOConfig(GRPOConfig):
             TRL's loss.
         step_length: plain SGD whose every step moves the weights by this Frobenius length, all layers together; None
             leaves the optimizer to ``optim`` and ``learning_rate``.
+        step_evenly: give every matrix the same share of that length; else each moves as its gradient says.
         basis_prompts: prompts of the training set rolled out for the bases when the adapter brings none.
         basis_seed: of these rollouts.
     """
@@ -57,7 +58,10 @@ class ForkGRPOConfig(GRPOConfig):
         default=False, metadata={"help": "Checkpointing runs prompts once per row instead of once per group."}
     )
     score_centering: str = field(default="sampler", metadata={"help": "sampler, value or none."})
-    step_length: float | None = field(default=0.05, metadata={"help": "Frobenius length of each SGD step, or None."})
+    step_length: float | None = field(default=0.1, metadata={"help": "Frobenius length of each SGD step, or None."})
+    step_evenly: bool = field(
+        default=False, metadata={"help": "Give every matrix the same share of the step's length."}
+    )
     basis_prompts: int = field(default=64, metadata={"help": "Prompts rolled out to find the forks."})
     basis_seed: int = field(default=0, metadata={"help": "Seed of the rollouts for the bases."})
 
@@ -220,7 +224,7 @@ class ForkGRPOTrainer(SeamedGRPOTrainer):
         for name, parameter in trained:
             groups.setdefault(scalings.get(name, 1.0), []).append(parameter)
         grouped = [{"params": params, "scaling": scale} for scale, params in groups.items()]
-        self.optimizer = StepLengthSGD(grouped, lr=self.args.step_length)
+        self.optimizer = StepLengthSGD(grouped, lr=self.args.step_length, evenly=self.args.step_evenly)
         return self.optimizer
 
 
