@@ -55,8 +55,8 @@ def test_the_quickstart_is_the_main_job():
     arms = [(arm.adapter, arm.rank, arm.width, arm.optimizer, arm.rate) for arm in recipe.arms]
     assert arms == [
         ("lora", 1, None, "adamw", 3e-3),
-        ("span", 1, None, "length", 0.05),
-        ("block", 4, 4, "length", 0.05),
+        ("span", 1, None, "length", 0.1),
+        ("block", 4, 4, "length", 0.1),
     ]
 
 

@@ -225,6 +225,5 @@ def test_the_letters_reward_is_never_without_signal(tmp_path):
 
 def test_the_defaults_are_the_documented_ones(tmp_path):
     args = ForkGRPOConfig(str(tmp_path), use_cpu=True)
-    assert (args.score_centering, args.step_length, args.basis_prompts, args.gradient_checkpointing) == (
-        "sampler", 0.05, 64, False,
-    )  # fmt: skip
+    assert (args.score_centering, args.step_length, args.step_evenly) == ("sampler", 0.1, True)
+    assert (args.basis_prompts, args.gradient_checkpointing) == (64, False)
