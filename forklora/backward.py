@@ -1,8 +1,7 @@
 """Runs one backward pass on pseudo-advantages over a trace and sums what each layer saw.
 
 Decisions: no reward is used; parameters ask for no gradient, so the pass costs activations only; each layer's ``x``
-    and ``g``
-go into its sketches inside the backward hook and are let go at once.
+and ``g`` go into its sketches inside the backward hook and are let go at once.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Turns a model and its rollouts into one output basis and one input basis per target layer, without any reward.
 
 Decisions: every rollout gets a pseudo-advantage (random, mean zero in its group) and the trainer's own backward pass
-    is run
-on the centered loss; each layer's weight gradient ``G_i`` of rollout ``i`` goes into additive sketches of ``S = sum
-G_i G_i^T`` (output side) and ``H = sum G_i^T G_i`` (input side), without being formed. On SmolLM2-135M these hold
-more of a held-out policy gradient than sums over positions, ``sum g g^T`` and ``sum |g|^2 x x^T``: .34 against .22 of
-the energy in one output direction (layers 4, 12 and 20, few-shot multiplication). Sums are kept, never d x d
-matrices, and what was accumulated on several ranks is added up before any eigenvector is read.
+is run on the centered loss; each layer's weight gradient ``G_i`` of rollout ``i`` goes into additive sketches of
+``S = sum G_i G_i^T`` (output side) and ``H = sum G_i^T G_i`` (input side), without being formed. These hold more of a
+held-out policy gradient than the sums over positions, ``sum g g^T`` and ``sum |g|^2 x x^T``, that suggest themselves.
+Sums are kept, never d x d matrices, and what was accumulated on several ranks is added up before any eigenvector is
+read.
 """
 
 from __future__ import annotations
@@ -30,6 +29,10 @@ from forklora.sketch import Sketch
 from forklora.trace import Trace
 from forklora.unembed import read_unembedding
 
+_NO_FORKS = (
+    "no forks: at every position the sampler was sure of its token, so nothing flows back. Use other prompts, more of "
+    "them, or a higher temperature."
+)
 _PARTS = ("output", "output_values", "input", "input_values")
 
 
@@ -166,6 +169,9 @@ def collect_bases(
             sums.add(model, trace, advantages=pseudo_advantages(trace.group))
             forks, rollouts = forks + len(find_forks(trace)), rollouts + len(trace)
     sums.all_reduce()
+    forks = summed(forks)
+    if forks == 0:
+        raise ValueError(_NO_FORKS)
     facts = {"seed": config.seed, "rollouts": rollouts, "forks": forks, "prompts": len(ids), "group": config.group}
     return read_bases(sums, output=config.output, input=config.input, facts={k: str(v) for k, v in facts.items()})
 
@@ -177,10 +183,7 @@ def read_bases(sums: LayerSums, *, output: int, input: int, facts: dict[str, str
         ValueError: nothing flowed back at all, or fewer directions carry energy than asked for.
     """
     if sums.signal.trace == 0:
-        raise ValueError(
-            "no forks: at every position the sampler was sure of its token, so nothing flows back. Use other "
-            "prompts, more of them, or a higher temperature."
-        )
+        raise ValueError(_NO_FORKS)
     layers = {}
     for name, (out, in_) in sums.sides.items():
         k, m = min(output, out.size), min(input, in_.size)
@@ -218,6 +221,15 @@ def encode(tokenizer: Any, prompt: Any, **settings: Any) -> list[int]:  # noqa: 
             tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True, **settings)["input_ids"]
         )
     return [int(i) for i in prompt]
+
+
+def summed(count: int) -> int:
+    """Sum of a count over all ranks; every rank calls this, whatever it has counted."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return count
+    counts: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(counts, count)
+    return sum(counts)
 
 
 def _rank() -> int:

@@ -1,9 +1,8 @@
 """Share of a held-out policy gradient's energy that reward-free bases hold, beside random bases of the same size.
 
 Decisions: the bases come from training prompts without any reward, the gradient from held-out prompts with the task's
-    own
-reward, centered per group; shares are averaged over the layers of a type, every layer counting the same; the random
-null is measured, not computed.
+own reward, centered per group; shares are averaged over the layers of a type, every layer counting the same; the
+random null is measured, not computed.
 
     forklora capture quickstart
 """

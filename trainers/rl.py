@@ -1,9 +1,8 @@
 """``ForkGRPOTrainer``: TRL's GRPO with bases from its own rollouts, the recorded sampler and the centered loss.
 
 Decisions: bases are collected before TRL builds anything, so optimizer and DeepSpeed see the final parameters; each
-    prompt
-runs once for its group; training uses the recorded backward signal and never touches the vocabulary; rows that carry
-nothing are skipped but counted; options that contradict the loss are refused by name.
+prompt runs once for its group; training uses the recorded backward signal and never touches the vocabulary; rows that
+carry nothing are skipped but counted; options that contradict the loss are refused by name.
 
     trainer = ForkGRPOTrainer(model, reward_funcs=reward, args=ForkGRPOConfig("out"), train_dataset=prompts,
                               peft_config=ForkLoraConfig(kind="span", r=1))
