@@ -18,8 +18,9 @@ from datasets import Dataset
 from forklora.recipes.config import Arm, Recipe
 from forklora.recipes.demo import load_model
 from forklora.recipes.evaluate import Examiner
+from forklora.recipes.files import write_json
 from forklora.recipes.peft_arms import adapter_config
-from forklora.recipes.provenance import hash_logits, hash_tensors, provenance, write_json
+from forklora.recipes.provenance import hash_logits, hash_tensors, provenance
 from forklora.recipes.tasks import Task
 from forklora.trainers.rl import ForkGRPOConfig, ForkGRPOTrainer
 from torch import nn

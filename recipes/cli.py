@@ -12,14 +12,13 @@ Exit codes: 0 success, 1 something failed on the way, 2 bad input (one screen of
 import argparse
 import importlib.metadata
 import importlib.util
-import json
-import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forklora.recipes.files import write_json
 from forklora.recipes.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _check_writable(options.json.parent, f"for --json {options.json}")
         code, result = options.verb(options)
         if options.json:
-            _write_json(options.json, result)
+            write_json(options.json, result)
         return code
     except Refusal as refusal:
         print(f"forklora: {refusal}", file=sys.stderr)
@@ -185,16 +184,6 @@ def _check_writable(folder: Path, purpose: str) -> None:
             pass
     except OSError as error:
         raise Refusal(f"cannot write to {folder} ({error.strerror}), {purpose}") from error
-
-
-def _write_json(path: Path, result: Any) -> None:  # noqa: ANN401 - any JSON value
-    """Writes the file whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _show(table: "Table") -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from forklora.recipes.config import Recipe
-from forklora.recipes.provenance import write_json
+from forklora.recipes.files import write_json
 from forklora.recipes.tasks import Split, Task
 from torch import nn
 

@@ -1,8 +1,7 @@
-"""Where a record comes from: versions, commit, hardware, hashes of weights; and the record's own file."""
+"""Where a record comes from: versions, commit, hardware, hashes of weights."""
 
 import hashlib
 import importlib.metadata
-import json
 import os
 import platform
 import subprocess
@@ -81,14 +80,3 @@ def hash_logits(model: nn.Module, ids: list[int]) -> str:
     with evaluating(model):
         logits = model(input_ids=torch.tensor([ids], device=device)).logits
     return hashlib.sha256(logits.float().cpu().numpy().tobytes()).hexdigest()
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write an object as JSON, whole or not at all; missing folders are made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

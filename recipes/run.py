@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from forklora.recipes.config import Arm, Recipe
-from forklora.recipes.provenance import provenance, write_json
+from forklora.recipes.files import write_json
+from forklora.recipes.provenance import provenance
 from forklora.recipes.report import read_arms, write_report
 
 _SHARED = ("model", "task", "sampling", "prompts", "group", "steps", "target", "evaluation", "forks", "seed")

@@ -1,11 +1,11 @@
-"""Where a record comes from: hashes that see every bit of the base and nothing of an adapter, files whole or not."""
+"""Where a record comes from: hashes that see every bit of the base and nothing of an adapter."""
 
 import json
 import os
 
 import pytest
 import torch
-from forklora.recipes.provenance import hash_logits, hash_tensors, provenance, write_json
+from forklora.recipes.provenance import hash_logits, hash_tensors, provenance
 
 from tiny_policy import adapted, eager, llama, logits, shake
 
@@ -73,18 +73,3 @@ def test_outside_a_checkout_commit_and_dirty_are_null(monkeypatch, tmp_path):
     assert (found["commit"], found["dirty"]) == (None, None)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert provenance()["commit"] is None
-
-
-def test_json_is_written_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "deep" / "record.json"
-    write_json(path, {"a": [1, None, 0.5]})
-    assert json.loads(path.read_text()) == {"a": [1, None, 0.5]}
-    for broken, error in (({"a": float("nan")}, ValueError), ({"a": {1, 2}}, TypeError)):
-        with pytest.raises(error):
-            write_json(path, broken)
-        assert json.loads(path.read_text()) == {"a": [1, None, 0.5]}
-    assert [p.name for p in path.parent.iterdir()] == ["record.json"]
-    (path.parent / "taken" / "by").mkdir(parents=True)
-    with pytest.raises(OSError):
-        write_json(path.parent / "taken", {})
-    assert sorted(p.name for p in path.parent.iterdir()) == ["record.json", "taken"]

@@ -227,3 +227,11 @@ def test_the_defaults_are_the_documented_ones(tmp_path):
     args = ForkGRPOConfig(str(tmp_path), use_cpu=True)
     assert (args.score_centering, args.step_length, args.step_evenly) == ("sampler", 0.1, True)
     assert (args.basis_prompts, args.gradient_checkpointing) == (64, False)
+
+
+@pytest.mark.parametrize("engine", ["is_deepspeed_enabled", "is_fsdp_enabled"])
+def test_a_step_of_stated_length_is_refused_where_the_optimizer_sees_pieces(engine, tmp_path):
+    trainer = trainer_of(tmp_path, max_steps=1)
+    setattr(trainer, engine, True)
+    with pytest.raises(ValueError, match="step_length=.* needs every matrix whole"):
+        trainer.create_optimizer()

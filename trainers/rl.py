@@ -176,10 +176,8 @@ class ForkGRPOTrainer(SeamedGRPOTrainer):
         carrying = (signal != 0) & mask.any(-1)
         self.metric("forks/carrying_rows", float(carrying.float().mean()))
         kept = carrying.nonzero()[:, 0]
-        if len(kept) == 0:
-            kept = torch.zeros(
-                1, dtype=torch.long, device=signal.device
-            )  # every rank runs the model, and gradients exist
+        if len(kept) == 0:  # every rank runs the model all the same, and gradients exist
+            kept = torch.zeros(1, dtype=torch.long, device=signal.device)
         hidden = completion_hidden(
             model,
             batch["prompt_ids"][kept],
@@ -216,6 +214,11 @@ class ForkGRPOTrainer(SeamedGRPOTrainer):
             raise ValueError("nothing to train: no parameter asks for a gradient.")
         if self.args.step_length is None or self.optimizer is not None:
             return super().create_optimizer(*args, **kwargs)
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            raise ValueError(
+                f"step_length={self.args.step_length} needs every matrix whole, and DeepSpeed and FSDP hand the "
+                "optimizer flat pieces: set step_length=None and choose optim='sgd' (or another) with a learning_rate."
+            )
         scalings = _scalings(self.model)
         groups: dict[float, list[Tensor]] = {}
         for name, parameter in trained:
