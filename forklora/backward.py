@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from forklora.forward import Calls, completion_hidden
 from forklora.sketch import Sketch
 from forklora.trace import Trace
-from forklora.unembed import hidden_only, output_head, unwrap
+from forklora.unembed import evaluation_mode, hidden_only, output_head, unwrap
 
 # Positions of a row that are joined exactly: beyond that the Gram matrices would outgrow the activations.
 _BLOCK = 256
@@ -235,19 +235,16 @@ def frozen(model: nn.Module) -> Iterator[None]:
     Everything is put back afterwards, on errors too.
     """
     asked = [p for p in model.parameters() if p.requires_grad]
-    modes = [(m, m.training) for m in model.modules()]
     source = unwrap(model).get_input_embeddings()
     handle = source.register_forward_hook(
         lambda _, __, out: out.requires_grad_(True) if torch.is_grad_enabled() else out
     )
     for p in asked:
         p.requires_grad_(False)
-    model.eval()
     try:
-        yield
+        with evaluation_mode(model):
+            yield
     finally:
         handle.remove()
         for p in asked:
             p.requires_grad_(True)
-        for module, mode in modes:
-            module.training = mode

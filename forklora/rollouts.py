@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from forklora.forward import Calls, new_cache
 from forklora.trace import Trace
-from forklora.unembed import Unembedding, hidden_only, read_unembedding
+from forklora.unembed import Unembedding, evaluation_mode, hidden_only, read_unembedding
 
 Processor = Callable[..., Tensor]
 Stop = Callable[[Tensor], Tensor]
@@ -77,14 +77,8 @@ class Sampler:
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Within the block the model is in evaluation mode without gradients; every module's mode is put back."""
-    modes = [(m, m.training) for m in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with evaluation_mode(model), torch.no_grad():
+        yield
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Int[Tensor, "n p"], Bool[Tensor, "n p"]]:

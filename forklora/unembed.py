@@ -87,6 +87,18 @@ def hidden_only(model: nn.Module) -> Iterator[list[Tensor]]:
 
 
 @contextlib.contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Within the block the model is in evaluation mode; every module's own mode is put back, on errors too."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextlib.contextmanager
 def whole(*parameters: Tensor | None) -> Iterator[None]:
     """Within the block, parameters partitioned by DeepSpeed ZeRO-3 are whole for reading; others are left alone."""
     parted = [p for p in parameters if p is not None and hasattr(p, "ds_id")]
@@ -165,15 +177,14 @@ class Unembedding:
         slope = None if self.soft_cap is None else 1 - (logits / self.soft_cap) ** 2
         with whole(self.weight):
             step = max(1, _CHUNK // probabilities.shape[-1])
+            norms = _squared_norms(self.weight.detach()) * self.scale**2
+            chunks = (slice(i, i + step) for i in range(0, len(tokens), step))
             parts = [
-                self._signal(
-                    probabilities[i : i + step], tokens[i : i + step], None if slope is None else slope[i : i + step]
-                )
-                for i in range(0, len(tokens), step)
+                self._signal(probabilities[c], tokens[c], None if slope is None else slope[c], norms) for c in chunks
             ]
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
-    def _signal(self, mu: Tensor, tokens: Tensor, slope: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _signal(self, mu: Tensor, tokens: Tensor, slope: Tensor | None, norms: Tensor) -> tuple[Tensor, Tensor]:
         weight = self.weight.detach()
         top = mu.argmax(-1, keepdim=True)
         rest = mu.scatter(-1, top, 0.0)
@@ -188,7 +199,7 @@ class Unembedding:
         left = rest.sum(-1, keepdim=True)
         # mean - w_top = sum over the others of mu(a) (w_a - w_top); the same for the second moment about w_top
         shift = pull - left * best
-        second = (others if slope is None else others * slope) @ (_squared_norms(weight) * self.scale**2)
+        second = (others if slope is None else others * slope) @ norms
         about_top = second - 2 * (pull * best).sum(-1) + left[:, 0] * best.square().sum(-1)
         spread = about_top - shift.square().sum(-1)
         return drawn - best - shift, spread.clamp_min(0)
@@ -242,16 +253,13 @@ def _scale(config: object) -> float:
 @torch.no_grad()
 def _compare(model: nn.Module, found: Unembedding) -> None:
     ids = found.valid_ids[torch.linspace(0, len(found.valid_ids) - 1, 8).long()].to(found.weight.device)[None]
-    modes = {m: m.training for m in model.modules()}
-    model.eval()
     caught: list[Tensor] = []
     watch = found.head.register_forward_pre_hook(lambda _, args: caught.append(args[0]))
     try:
-        theirs = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.float()
+        with evaluation_mode(model):
+            theirs = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.float()
     finally:
         watch.remove()
-        for module, mode in modes.items():
-            module.training = mode
     ours = found.logits(caught[-1])
     close = 1e-4 if found.weight.dtype == torch.float32 else 0.02
     gap, size = (ours - theirs).abs().max().item(), theirs.abs().max().item()

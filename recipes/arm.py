@@ -68,9 +68,8 @@ def train_arm(recipe: Recipe, arm: Arm, *, folder: Path) -> dict[str, Any]:
     else:  # max_steps=0 would mean no limit
         watch.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
     adapter = save_plain_lora(trainer.model, folder / "adapter")
-    with trainer.model.disable_adapter():
-        if hash_tensors(trainer.model) != base_hash:
-            raise RuntimeError("the base weights changed while the adapter was trained: the record would be worthless.")
+    if hash_tensors(trainer.model) != base_hash:
+        raise RuntimeError("the base weights changed while the adapter was trained: the record would be worthless.")
     return watch.figures() | {
         "trained_parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
         "adapter_bytes": (adapter / "adapter_model.safetensors").stat().st_size,

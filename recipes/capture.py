@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from forklora.recipes.config import Recipe
 from forklora.recipes.demo import load_model
-from forklora.recipes.evaluate import Examiner, recipe_sampler
+from forklora.recipes.evaluate import Examiner
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
@@ -36,7 +36,7 @@ def run_capture(recipe: Recipe) -> dict[str, Any]:
     questions = task.examples(recipe.forks.prompts, seed=recipe.seed, split="train")
     config = BasisConfig(output=max(_RANKS), input=max(_RANKS), group=recipe.group, seed=recipe.forks.seed)
     prompts = [encode(tokenizer, e.prompt) for e in questions]
-    bases = collect_bases(model, tokenizer, prompts, config=config, sampler=recipe_sampler(recipe, tokenizer))
+    bases = collect_bases(model, tokenizer, prompts, config=config, sampler=examiner.sampler)
     gradients, identity = held_out_gradients(recipe, model, examiner=examiner)
     modules = dict(model.named_modules())
     layers = []

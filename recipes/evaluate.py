@@ -18,7 +18,7 @@ from torch import nn
 from forklora.bases import encode, seeded
 from forklora.rollouts import Sampler, sample, stop_at
 from forklora.trace import Trace
-from forklora.unembed import read_unembedding
+from forklora.unembed import Unembedding, read_unembedding
 
 _BATCH = 32  # prompts sampled together
 _MAPPED = 8  # rollouts on the fork map
@@ -38,14 +38,14 @@ class Examiner:
 
     def accuracy(self, model: nn.Module) -> float:
         """Mean reward over all questions and samples, at the recipe's own sampling settings."""
-        start, total = time.perf_counter(), 0.0
+        start, total, n = time.perf_counter(), 0.0, self.samples
+        head = read_unembedding(model, self.tokenizer, check=False)
         with seeded(_SEED):
             for i in range(0, len(self.prompts), _BATCH):
-                total += sum(
-                    self.rewards(self._ask(model, slice(i, i + _BATCH), self.samples), first=i, samples=self.samples)
-                )
+                trace = self._ask(model, self.prompts[i : i + _BATCH], n, head)
+                total += sum(self.rewards(trace, first=i, samples=n))
         self.seconds += time.perf_counter() - start
-        return total / (len(self.prompts) * self.samples)
+        return total / (len(self.prompts) * n)
 
     def rewards(self, trace: Trace, *, first: int, samples: int) -> list[float]:
         """Reward of each row of a trace whose prompts are the questions from ``first`` on."""
@@ -57,16 +57,16 @@ class Examiner:
 
     def map_forks(self, model: nn.Module, folder: Path) -> None:
         """Write ``forks.safetensors`` (the trace) and ``tokens.json`` (the same in words) of a few rollouts."""
+        head = read_unembedding(model, self.tokenizer, check=False)
         with seeded(_SEED + 1):
-            trace = self._ask(model, slice(0, _MAPPED), 1)
+            trace = self._ask(model, self.prompts[:_MAPPED], 1, head)
         rewards = self.rewards(trace, first=0, samples=1)
         trace = replace(trace, reward=torch.tensor(rewards))
         trace.save(folder / "forks.safetensors")
         write_json(folder / "tokens.json", {"rows": [self._row(trace, i) for i in range(len(trace))]})
 
-    def _ask(self, model: nn.Module, which: slice, samples: int) -> Trace:
-        head = read_unembedding(model, self.tokenizer, check=False)
-        return sample(model, self.prompts[which], sampler=self.sampler, group=samples, unembedding=head, record=False)
+    def _ask(self, model: nn.Module, prompts: list[list[int]], samples: int, head: Unembedding) -> Trace:
+        return sample(model, prompts, sampler=self.sampler, group=samples, unembedding=head, record=False)
 
     def _row(self, trace: Trace, i: int) -> dict[str, Any]:
         decode = self.tokenizer.decode
