@@ -1,23 +1,29 @@
 """Gives the hidden states that predict a completion, each prompt run once for all completions that share it.
 
-Decisions: the prompts go through the model once with a cache, the cache is repeated by row index, and the completions
-continue from it; gradients flow through the repeated cache. Where a model or setting has no such cache (recurrent
-states, gradient checkpointing, weights partitioned by ZeRO-3), prompt and completion go through together, row by row,
-with the same result.
+Decisions: the prompts go through the model once with a cache, and the completions continue from it; gradients flow
+through it. On a CPU the cache is shared by the rows of a group, elsewhere it is repeated by row index. Where a model or
+setting has no such cache (recurrent states, gradient checkpointing, weights partitioned by ZeRO-3), prompt and
+completion go through together, row by row, with the same result, and this is said once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from forklora.attention import CannotShare
 from forklora.unembed import hidden_only, unwrap
 
+_OWN_WAY: WeakSet[nn.Module] = WeakSet()  # models whose attention refused to share
 _CACHES = ("past_key_values", "cache", "cache_params")
 
 
@@ -28,13 +34,15 @@ class Calls:
     Attributes:
         cache_name: the argument that takes the cache.
         positions: the model takes ``position_ids``.
-        shares_prompt: a prompt's cache can be repeated by row index.
+        shares_prompt: a prompt's cache can serve all rows of its group.
+        shares_memory: they need not have copies of it.
         recurrent: no layer keeps keys and values.
     """
 
     cache_name: str
     positions: bool
     shares_prompt: bool
+    shares_memory: bool
     recurrent: bool
 
     @classmethod
@@ -49,14 +57,48 @@ class Calls:
         cache_name = next((name for name in _CACHES if name in names), None)
         if cache_name is None:
             raise ValueError(f"{type(base).__name__}.forward takes none of {', '.join(_CACHES)}: it has no cache.")
-        checkpointing = bool(getattr(base, "is_activation_checkpointing", False)) and base.training
-        # under ZeRO-3 every rank must call the model equally often, which depends on lengths if prompts are shared
-        whole = not any(hasattr(p, "ds_id") for p in base.parameters())
-        plain = whole and not getattr(base, "_is_stateful", False) and not base.config.is_encoder_decoder
         # a layer that keeps a state instead of keys and values has no rows to select
-        rows = [hasattr(layer, "batch_select_indices") for layer in new_cache(model).layers]
-        shares = plain and not checkpointing and all(rows)
-        return cls(cache_name, "position_ids" in names, shares, bool(rows) and not any(rows))
+        rows = [hasattr(layer, "batch_select_indices") for layer in _growing(model).layers]
+        hurdles = {
+            "gradient checkpointing is on": getattr(base, "is_activation_checkpointing", False) and base.training,
+            # every rank must call the model equally often, which depends on lengths if prompts are shared
+            "its weights are partitioned (ZeRO-3)": any(hasattr(p, "ds_id") for p in base.parameters()),
+            "it keeps states that cannot be repeated": getattr(base, "_is_stateful", False) or not all(rows),
+            "it is an encoder-decoder": base.config.is_encoder_decoder,
+        }
+        found = [why for why, there in hurdles.items() if there]
+        if found:
+            _say(f"{type(base).__name__} runs prompts once per row instead of once per group: {', '.join(found)}.")
+        memory = not found and base not in _OWN_WAY and _can_share(model)
+        return cls(cache_name, "position_ids" in names, not found, memory, bool(rows) and not any(rows))
+
+    @contextlib.contextmanager
+    def attending(self, model: nn.Module) -> Iterator[None]:
+        """Within the block the model's attention understands the cache of :meth:`cache`.
+
+        Raises:
+            CannotShare: it does not after all; the next :meth:`of` knows.
+        """
+        if not self.shares_memory:
+            yield
+            return
+        from forklora.cache import sharing
+
+        try:
+            with sharing(model):
+                yield
+        except CannotShare as refusal:
+            _OWN_WAY.add(unwrap(model))
+            _say(f"prompts are copied for their groups: {refusal}")
+            raise
+
+    def cache(self, model: nn.Module) -> Any:  # noqa: ANN401 - transformers' cache
+        """An empty cache; importing transformers only here keeps the package light."""
+        if not self.shares_memory:
+            return _growing(model)
+        from forklora.cache import shared_cache
+
+        return shared_cache(model)
 
     def arguments(self, mask: Bool[Tensor, "n l"], *, length: int, cache: Any) -> dict[str, Any]:  # noqa: ANN401
         """Keyword arguments of one call on the last ``length`` columns of ``mask``."""
@@ -70,11 +112,21 @@ class Calls:
         return found
 
 
-def new_cache(model: nn.Module) -> Any:  # noqa: ANN401 - transformers' cache
-    """An empty growing cache for this model; importing transformers only here keeps the package light."""
+def _growing(model: nn.Module) -> Any:  # noqa: ANN401
     from transformers import DynamicCache
 
     return DynamicCache(config=unwrap(model).config)
+
+
+def _can_share(model: nn.Module) -> bool:
+    from forklora.cache import can_share
+
+    return can_share(model)
+
+
+def _say(what: str) -> None:
+    """Once: Python's default filter shows a warning of one text and place a single time."""
+    warnings.warn(what, stacklevel=2)
 
 
 def completion_hidden(
@@ -96,18 +148,44 @@ def completion_hidden(
         completion_ids: right-padded completions.
         completion_mask: true at the completion's own tokens.
     """
-    calls, steps = Calls.of(model), completion_ids.shape[1]
-    mask = torch.cat([prompt_mask, completion_mask], 1)
+    rows = {"prompt_mask": prompt_mask, "completion_ids": completion_ids, "completion_mask": completion_mask}
+    calls = Calls.of(model)
     if not calls.shares_prompt:
-        ids = torch.cat([prompt_ids, completion_ids], 1)
-        with hidden_only(model) as caught:
-            model(input_ids=ids, **calls.arguments(mask, length=ids.shape[1], cache=None))
-        return caught[0][:, prompt_ids.shape[1] - 1 : -1]
-    keyed = torch.where(prompt_mask, prompt_ids, -1)
-    _, group = torch.unique(keyed, dim=0, return_inverse=True)
-    first = torch.full((int(group.max()) + 1,), len(group), device=group.device)
-    first = first.scatter_reduce(0, group, torch.arange(len(group), device=group.device), "amin")
-    cache = new_cache(model)
+        return _row_by_row(model, calls, prompt_ids=prompt_ids, **rows)
+    try:
+        with calls.attending(model):
+            return _group_by_group(model, calls, prompt_ids=prompt_ids, **rows)
+    except CannotShare:
+        return _group_by_group(model, Calls.of(model), prompt_ids=prompt_ids, **rows)
+
+
+def _row_by_row(
+    model: nn.Module,
+    calls: Calls,
+    *,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    completion_ids: Tensor,
+    completion_mask: Tensor,
+) -> Tensor:
+    ids, mask = torch.cat([prompt_ids, completion_ids], 1), torch.cat([prompt_mask, completion_mask], 1)
+    with hidden_only(model) as caught:
+        model(input_ids=ids, **calls.arguments(mask, length=ids.shape[1], cache=None))
+    return caught[0][:, prompt_ids.shape[1] - 1 : -1]
+
+
+def _group_by_group(
+    model: nn.Module,
+    calls: Calls,
+    *,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    completion_ids: Tensor,
+    completion_mask: Tensor,
+) -> Tensor:
+    steps, mask = completion_ids.shape[1], torch.cat([prompt_mask, completion_mask], 1)
+    first, group = _groups(torch.where(prompt_mask, prompt_ids, -1))
+    cache = calls.cache(model)
     with hidden_only(model) as caught:
         model(
             input_ids=prompt_ids[first], **calls.arguments(prompt_mask[first], length=prompt_ids.shape[1], cache=cache)
@@ -118,3 +196,12 @@ def completion_hidden(
         cache.batch_select_indices(group)
         model(input_ids=completion_ids[:, :-1], **calls.arguments(mask[:, :-1], length=steps - 1, cache=cache))
     return torch.cat([start, caught[1]], 1)
+
+
+def _groups(keyed: Int[Tensor, "n p"]) -> tuple[Int[Tensor, " g"], Int[Tensor, " n"]]:
+    """First row of each group, and each row's group; groups are numbered as they appear."""
+    _, group = torch.unique(keyed, dim=0, return_inverse=True)
+    rows = torch.arange(len(group), device=group.device)
+    first = torch.full((int(group.max()) + 1,), len(group), device=group.device).scatter_reduce(0, group, rows, "amin")
+    order = first.argsort()
+    return first[order], order.argsort()[group]

@@ -1,8 +1,8 @@
 """Generates completions and records the sampler's distribution while doing it.
 
-Decisions: a prompt is run once for its group; the logits pass through the processors first and the token is drawn from
-exactly the distribution that is recorded; kept per position are the likeliest tokens, the mass outside them, the drawn
-token's log-probability, ``tr C`` and the backward signal ``delta``, never the vocabulary.
+Decisions: a prompt is run once for its group, and its first token's distribution found once; rows that have ended leave
+the batch; kept per position are the likeliest tokens, the mass outside them, the drawn token's log-probability, ``tr C``
+and the backward signal ``delta``: ``12 keep + 8 + 4 (d + 1) + 9`` bytes, never the vocabulary.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from forklora.forward import Calls, new_cache
+from forklora.attention import CannotShare
+from forklora.drawing import Processor, draw_tokens
+from forklora.forward import Calls
 from forklora.trace import Trace
 from forklora.unembed import Unembedding, evaluation_mode, hidden_only, read_unembedding
 
-Processor = Callable[..., Tensor]
 Stop = Callable[[Tensor], Tensor]
 
 
@@ -111,7 +112,8 @@ def sample(
         sampler: what is drawn and when it ends.
         group: completions per prompt.
         unembedding: the model's head, read anew if not given.
-        record: also store the backward signal ``delta``; without it only tokens and candidates are kept.
+        record: also find the backward signal ``delta`` and its expected square ``spread``; without it only tokens and
+            candidates are kept.
     """
     head = read_unembedding(model) if unembedding is None else unembedding
     device = head.weight.device
@@ -121,8 +123,7 @@ def sample(
     ids, mask = (t.to(device) for t in pad_prompts(list(place), pad))
     rows = torch.tensor(index, device=device).repeat_interleave(group)
     with evaluating(model):
-        steps = _decode(model, head, ids=ids, mask=mask, rows=rows, sampler=sampler, record=record)
-    columns = {name: torch.stack([s[name] for s in steps], 1).cpu() for name in steps[0]}
+        columns = _decode(model, head, ids=ids, mask=mask, rows=rows, sampler=sampler, record=record)
     drawn = columns.pop("alive")
     facts = {name: getattr(sampler, name) for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
     return Trace(
@@ -131,8 +132,6 @@ def sample(
         completion_ids=torch.where(drawn, columns.pop("token"), pad),
         completion_mask=drawn,
         group=rows.cpu(),
-        reward=None,
-        delta=columns.pop("delta", None),
         facts={k: str(v) for k, v in facts.items()} | {"vocabulary": str(head.vocabulary)},
         **columns,
     )
@@ -147,79 +146,104 @@ def _decode(
     rows: Tensor,
     sampler: Sampler,
     record: bool,
-) -> list[dict[str, Tensor]]:
-    """Token after token for all rows, until the longest one is done: one dict of ``[n, ..]`` tensors a step."""
-    calls, pipeline = Calls.of(model), sampler.pipeline()
-    if not calls.shares_prompt:
-        ids, mask, rows = ids[rows], mask[rows], torch.arange(len(rows), device=rows.device)
-    cache = new_cache(model)
-    with hidden_only(model) as caught:
-        model(input_ids=ids, **calls.arguments(mask, length=ids.shape[1], cache=cache))
-        if calls.shares_prompt:
-            cache.batch_select_indices(rows)
-        hidden = caught.pop()[:, -1][rows]
-        so_far, mask = _without_padding(ids, mask)[rows], mask[rows]
-        alive = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
-        steps: list[dict[str, Tensor]] = []
-        while True:
-            step = _draw(head, hidden, so_far, pipeline=pipeline, sampler=sampler, record=record)
-            step["alive"] = alive
-            steps.append({k: v if k in ("alive", "token") else _blank(v, alive) for k, v in step.items()})
-            so_far = torch.cat([so_far, step["token"][:, None]], 1)
-            mask = torch.cat([mask, alive[:, None]], 1)
-            alive = alive & ~_ended(so_far[:, ids.shape[1] :], sampler)
-            if len(steps) == sampler.max_new_tokens or not alive.any():
-                return steps
-            model(input_ids=step["token"][:, None], **calls.arguments(mask, length=1, cache=cache))
-            hidden = caught.pop()[:, -1]
-
-
-def _draw(
-    head: Unembedding,
-    hidden: Float[Tensor, "n d"],
-    so_far: Int[Tensor, "n l"],
-    *,
-    pipeline: list[Processor],
-    sampler: Sampler,
-    record: bool,
 ) -> dict[str, Tensor]:
-    """One token per row from the distribution that the processed scores state, and what is kept of it."""
-    logits = head.logits(hidden)
-    scores = logits
-    for processor in pipeline:
-        scores = processor(so_far, scores)
-    mu = scores.softmax(-1)
-    token = draw(mu)
-    probs, candidates = mu.topk(min(sampler.keep, mu.shape[-1]))
-    found = {
-        "token": token,
-        "logprob": mu.gather(1, token[:, None])[:, 0].log(),
-        "candidate_ids": torch.where(probs > 0, candidates, -1),
-        "candidate_probs": probs,
-        # summed over the tail itself: one minus the sum would lose everything below 1e-7
-        "leak": mu.scatter(1, candidates, 0.0).sum(-1),
-    }
-    delta, spread = head.signal(mu, token, logits=logits)
-    found["spread"] = spread / sampler.temperature**2
-    if record:
-        found["delta"] = delta / sampler.temperature
-    return found
+    """Token after token for all rows, until the longest one is done: the columns ``[n, t, ..]`` of a trace."""
+    pipeline, state = sampler.pipeline(), torch.get_rng_state()
+    norms = head.squared_norms() if record else None
+    calls = Calls.of(model)
+    while True:
+        decoder = _Decoder(model, head, calls=calls, sampler=sampler, pipeline=pipeline, norms=norms)
+        try:
+            with calls.attending(model):
+                return decoder.run(ids, mask, rows)
+        except CannotShare:
+            torch.set_rng_state(state)
+            calls = Calls.of(model)
 
 
-def draw(mu: Float[Tensor, "n v"]) -> Int[Tensor, " n"]:
-    """One token per row by inverting the cumulative distribution in float64; a token without mass is never drawn.
+class _Decoder:
+    """Decodes rows that share prompts; rows that have ended leave the batch once they are a quarter of it."""
 
-    One uniform number per row instead of one per token: on a CPU this is several times faster than ``multinomial``.
-    """
-    total = mu.double().cumsum(-1)
-    uniform = torch.rand(len(mu), 1, dtype=torch.float64, device=mu.device) * (1 - 2**-50)
-    return torch.searchsorted(total, uniform * total[:, -1:], right=True)[:, 0]
+    def __init__(
+        self,
+        model: nn.Module,
+        head: Unembedding,
+        *,
+        calls: Calls,
+        sampler: Sampler,
+        pipeline: list[Processor],
+        norms: Tensor | None,
+    ) -> None:
+        self.model, self.head, self.calls, self.sampler = model, head, calls, sampler
+        self.pipeline, self.norms = pipeline, norms
+        # processors of the caller's own may know the rows of a batch by their places
+        self.shrinks = calls.shares_prompt and sampler.processors is None
+
+    def run(self, ids: Tensor, mask: Tensor, rows: Tensor) -> dict[str, Tensor]:
+        calls, sampler, every = self.calls, self.sampler, len(rows)
+        if not calls.shares_prompt:
+            ids, mask, rows = ids[rows], mask[rows], torch.arange(every, device=rows.device)
+        cache, record = calls.cache(self.model), _Columns(every, sampler.max_new_tokens)
+        live = torch.arange(every, device=rows.device)  # rows of the trace that the rows of the batch belong to
+        alive = torch.ones_like(live, dtype=torch.bool)
+        with hidden_only(self.model) as caught:
+            self.model(input_ids=ids, **calls.arguments(mask, length=ids.shape[1], cache=cache))
+            hidden, seen = caught.pop()[:, -1], _without_padding(ids, mask)
+            token = self._draw(hidden, seen, of=rows, live=live, alive=alive, record=record)
+            if calls.shares_prompt:
+                cache.batch_select_indices(rows)
+            seen, mask = seen[rows], mask[rows]
+            while True:
+                seen, mask = torch.cat([seen, token[:, None]], 1), torch.cat([mask, alive[:, None]], 1)
+                alive = alive & ~_ended(seen[:, ids.shape[1] :], sampler)
+                if record.length == sampler.max_new_tokens or not alive.any():
+                    return record.finished()
+                if self.shrinks and 4 * int(alive.sum()) <= 3 * len(alive):
+                    kept = alive.nonzero()[:, 0]
+                    cache.batch_select_indices(kept)
+                    seen, mask, token, live, alive = (t[kept] for t in (seen, mask, token, live, alive))
+                self.model(input_ids=token[:, None], **calls.arguments(mask, length=1, cache=cache))
+                of = torch.arange(len(live), device=live.device)
+                token = self._draw(caught.pop()[:, -1], seen, of=of, live=live, alive=alive, record=record)
+
+    def _draw(
+        self, hidden: Tensor, seen: Tensor, *, of: Tensor, live: Tensor, alive: Tensor, record: "_Columns"
+    ) -> Tensor:
+        # one number for every row of the trace, so that a row's luck does not depend on which others have ended
+        uniform = torch.rand(record.rows, dtype=torch.float64, device=live.device)[live]
+        found = draw_tokens(
+            self.head,
+            hidden,
+            seen,
+            of=of,
+            uniform=uniform,
+            pipeline=self.pipeline,
+            keep=self.sampler.keep,
+            temperature=self.sampler.temperature,
+            norms=self.norms,
+        )
+        record.add(found | {"alive": alive}, live[alive], alive)
+        return found["token"]
 
 
-def _blank(values: Tensor, alive: Tensor) -> Tensor:
-    """Rows that ended before this position hold nothing: -1 for ids, 0 for numbers."""
-    empty = -1 if values.dtype == torch.long else 0.0
-    return torch.where(alive.view(-1, *[1] * (values.dim() - 1)), values, empty)
+class _Columns:
+    """Columns of a trace that are filled position by position; what is never filled is -1 for ids and 0 for numbers."""
+
+    def __init__(self, rows: int, longest: int) -> None:
+        self.rows, self.longest, self.length = rows, longest, 0
+        self.columns: dict[str, Tensor] = {}
+
+    def add(self, found: dict[str, Tensor], rows: Tensor, which: Tensor) -> None:
+        for name, values in found.items():
+            if name not in self.columns:
+                empty = -1 if values.dtype == torch.long else 0
+                shape = (self.rows, self.longest, *values.shape[1:])
+                self.columns[name] = torch.full(shape, empty, dtype=values.dtype, device=values.device)
+            self.columns[name][rows, self.length] = values[which]
+        self.length += 1
+
+    def finished(self) -> dict[str, Tensor]:
+        return {name: column[:, : self.length].contiguous().cpu() for name, column in self.columns.items()}
 
 
 def _ended(completions: Tensor, sampler: Sampler) -> Tensor:

@@ -39,7 +39,7 @@ _LAYOUT = {
     "delta": _Layout("NTd", None),
     "reward": _Layout("N", torch.float32),
 }
-_OPTIONAL = ("delta", "reward")
+_OPTIONAL = ("spread", "delta", "reward")
 # How far stored probabilities may be from a distribution: engines report them in low precision.
 _TOLERANCE = 1e-3
 
@@ -59,8 +59,8 @@ class Trace:
         candidate_probs: their probabilities ``mu``; 0 in unused slots.
         leak: sampler mass outside the stored candidates, 0..1.
         logprob: ``log mu`` of the drawn token, nats.
-        spread: ``tr C_t = E|delta_t|^2``, over the whole distribution.
         group: the same number stands for the same prompt.
+        spread: ``tr C_t = E|delta_t|^2``, over the whole distribution, or None.
         delta: backward signal ``w_y - sum_a mu(a) w_a``, or None.
         reward: reward of each row, or None.
         facts: what the distribution belongs to: temperature, top_p, vocabulary, model, ...
@@ -77,8 +77,8 @@ class Trace:
     candidate_probs: Float32[Tensor, "N T K"]
     leak: Float32[Tensor, "N T"]
     logprob: Float32[Tensor, "N T"]
-    spread: Float32[Tensor, "N T"]
     group: Int64[Tensor, " N"]
+    spread: Float32[Tensor, "N T"] | None = None
     delta: Float[Tensor, "N T d"] | None = None
     reward: Float32[Tensor, " N"] | None = None
     facts: dict[str, str] = field(default_factory=dict)
@@ -201,8 +201,9 @@ def _check_positions(trace: Trace) -> None:
         "logprob does not fit the stored distribution": torch.where(
             is_drawn.any(-1), (drawn - listed).abs() <= _TOLERANCE, drawn <= leak + _TOLERANCE
         ),
-        "spread is negative or not finite": (trace.spread >= 0) & trace.spread.isfinite(),
     }
+    if trace.spread is not None:
+        rules["spread is negative or not finite"] = (trace.spread >= 0) & trace.spread.isfinite()
     if trace.delta is not None:
         rules["delta is not finite"] = trace.delta.isfinite().all(-1)
     for fault, kept in rules.items():

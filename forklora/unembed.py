@@ -20,7 +20,7 @@ from torch import Tensor, nn
 # Name in a configuration, and whether the logits are divided by it instead of multiplied.
 _SCALES = {"logit_scale": False, "lm_head_multiplier": False, "output_multiplier": False, "logits_scaling": True}
 _CAPS = ("final_logit_softcapping", "logit_softcapping", "output_logit_soft_cap")
-_CHUNK = 1 << 26  # numbers of a [rows, vocabulary] float32 buffer: 256 MiB
+_CHUNK = 1 << 21  # numbers of the unembedding widened to float32 at a time
 
 
 def unwrap(model: nn.Module) -> Any:  # noqa: ANN401 - a causal language model of whatever library
@@ -149,7 +149,7 @@ class Unembedding:
         bias = getattr(self.head, "bias", None)
         with whole(self.weight, bias):
             raw = nn.functional.linear(hidden.to(self.weight.dtype), self.weight, bias).float()
-        raw = raw * self.scale
+        raw = raw if self.scale == 1.0 else raw * self.scale
         return raw if self.soft_cap is None else self.soft_cap * torch.tanh(raw / self.soft_cap)
 
     def rows(self, ids: Int[Tensor, " n"]) -> Float[Tensor, "n d"]:
@@ -157,9 +157,20 @@ class Unembedding:
         with whole(self.weight):
             return self.weight.detach()[ids.to(self.weight.device)].float() * self.scale
 
+    def squared_norms(self) -> Float[Tensor, " v"]:
+        """``|w_a|^2`` of every token below the soft cap, float32."""
+        with whole(self.weight):
+            return _squared_norms(self.weight.detach()) * self.scale**2
+
     def signal(
-        self, probabilities: Float[Tensor, "n v"], tokens: Int[Tensor, " n"], *, logits: Float[Tensor, "n v"]
-    ) -> tuple[Float[Tensor, "n d"], Float[Tensor, " n"]]:
+        self,
+        probabilities: Float[Tensor, "g v"],
+        tokens: Int[Tensor, " n"],
+        *,
+        logits: Float[Tensor, "g v"],
+        of: Int[Tensor, " n"] | None = None,
+        norms: Float[Tensor, " v"] | None = None,
+    ) -> tuple[Float[Tensor, "n d"], Float[Tensor, " g"]]:
         """Backward signal and its expected squared length, exactly, under the sampler's distribution.
 
         ``delta = w_y - sum_a mu(a) w_a`` and ``tr C = sum_a mu(a) |w_a|^2 - |sum_a mu(a) w_a|^2`` ("Low-rank in hidden
@@ -170,43 +181,38 @@ class Unembedding:
         sampler is sure and everything cancels.
 
         Args:
-            probabilities: ``mu`` ``[n, V]``, float32, what the tokens were really drawn from.
+            probabilities: ``mu`` ``[g, V]``, float32, what the tokens were really drawn from.
             tokens: the drawn tokens ``[n]``.
-            logits: the model's own logits ``[n, V]`` there (read for the cap's slope only).
+            logits: the model's own logits ``[g, V]`` there (read for the cap's slope only).
+            of: row of ``probabilities`` that each token was drawn from; None takes one token per row.
+            norms: what :meth:`squared_norms` gives, if it is at hand.
         """
         slope = None if self.soft_cap is None else 1 - (logits / self.soft_cap) ** 2
-        with whole(self.weight):
-            step = max(1, _CHUNK // probabilities.shape[-1])
-            norms = _squared_norms(self.weight.detach()) * self.scale**2
-            chunks = (slice(i, i + step) for i in range(0, len(tokens), step))
-            parts = [
-                self._signal(probabilities[c], tokens[c], None if slope is None else slope[c], norms) for c in chunks
-            ]
-        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
-
-    def _signal(self, mu: Tensor, tokens: Tensor, slope: Tensor | None, norms: Tensor) -> tuple[Tensor, Tensor]:
-        weight = self.weight.detach()
-        top = mu.argmax(-1, keepdim=True)
-        rest = mu.scatter(-1, top, 0.0)
+        of = torch.arange(len(tokens), device=tokens.device) if of is None else of
+        norms = self.squared_norms() if norms is None else norms
+        top = probabilities.argmax(-1, keepdim=True)
+        rest = probabilities.scatter(-1, top, 0.0)
         others = rest if slope is None else rest * slope
+        with whole(self.weight):
+            weight = self.weight.detach()
 
-        def vector(ids: Tensor) -> Tensor:
-            row = weight[ids.squeeze(-1)].float() * self.scale
-            return row if slope is None else row * slope.gather(-1, ids)
+            def vector(ids: Tensor, rows: Tensor | slice) -> Tensor:
+                row = weight[ids].float() * self.scale
+                return row if slope is None else row * slope[rows].gather(-1, ids[:, None])
 
-        best, drawn = vector(top), vector(tokens[:, None])
-        pull = (others.to(weight.dtype) @ weight).float() * self.scale
+            best, drawn = vector(top[:, 0], slice(None)), vector(tokens, of)
+            pull = (others.to(weight.dtype) @ weight).float() * self.scale
         left = rest.sum(-1, keepdim=True)
         # mean - w_top = sum over the others of mu(a) (w_a - w_top); the same for the second moment about w_top
         shift = pull - left * best
         second = (others if slope is None else others * slope) @ norms
         about_top = second - 2 * (pull * best).sum(-1) + left[:, 0] * best.square().sum(-1)
         spread = about_top - shift.square().sum(-1)
-        return drawn - best - shift, spread.clamp_min(0)
+        return drawn - best[of] - shift[of], spread.clamp_min(0)
 
 
 def _squared_norms(weight: Tensor) -> Tensor:
-    step = max(1, _CHUNK // weight.shape[1])
+    step = max(1, _CHUNK // weight.shape[1])  # blocks that stay in a processor's cache
     return torch.cat([weight[i : i + step].float().square().sum(-1) for i in range(0, len(weight), step)])
 
 

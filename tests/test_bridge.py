@@ -87,7 +87,7 @@ def test_the_loss_is_one_method_of_model_and_batch(tmp_path):
     assert arguments(GRPOTrainer._compute_loss) == ["self", "model", "inputs"]
     trainer = trainer_of(tmp_path)
     seen = []
-    trainer.policy_loss = lambda model, batch: seen.append(batch.keys()) or model(batch["prompt_ids"]).logits.sum() * 0
+    trainer.policy_loss = lambda model, batch, rows: seen.append(rows) or model(batch["prompt_ids"]).logits.sum() * 0
     trainer.train()
     assert len(seen) == 1
 
@@ -121,9 +121,9 @@ def test_without_seams_the_trainer_is_trls_own(tmp_path):
     assert not trainer.own_loss
     trainer.train()
     assert not hasattr(trainer, "trace")
-    for seam in ("draw", "policy_loss"):
+    for seam, arguments in (("draw", 2), ("policy_loss", 3), ("passes", 1)):
         with pytest.raises(NotImplementedError):
-            getattr(SeamedGRPOTrainer, seam)(trainer, trainer.model, {})
+            getattr(SeamedGRPOTrainer, seam)(trainer, *[None] * arguments)
     assert SeamedGRPOTrainer.finish_rollouts(trainer, {"a": 1}) == {"a": 1}
 
 

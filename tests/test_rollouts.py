@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import tiny
-from forklora.rollouts import Sampler, draw, pad_prompts, sample, stop_at
+from forklora import drawing
+from forklora.drawing import draw, likeliest
+from forklora.rollouts import Sampler, pad_prompts, sample, stop_at
 from forklora.unembed import read_unembedding
 from tiny import KINDS, NEWLINE, RECURRENT, VOCABULARY, WORDS, Wrapper, close
 
@@ -17,6 +19,10 @@ SETTINGS = {
     "penalty": {"repetition_penalty": 1.8},
     "all": {"temperature": 1.4, "top_k": 6, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.3},
 }
+
+
+def uniform(count):
+    return torch.rand(count, dtype=torch.float64)
 
 
 def distributions(net, trace, *, row, sampler):
@@ -109,9 +115,9 @@ def test_tokens_put_to_no_mass_are_never_drawn():
     torch.manual_seed(5)
     mu = torch.zeros(5000, 6)
     mu[:, [1, 4]] = torch.tensor([1e-6, 1 - 1e-6])
-    assert set(draw(mu).tolist()) <= {1, 4}
-    assert draw(torch.eye(6)).tolist() == list(range(6))
-    rare = draw(torch.tensor([[0.25, 0.0, 0.75]]).expand(20_000, 3))
+    assert set(draw(mu, uniform(5000)).tolist()) <= {1, 4}
+    assert draw(torch.eye(6), uniform(6)).tolist() == list(range(6))
+    rare = draw(torch.tensor([[0.25, 0.0, 0.75]]), uniform(20_000), of=torch.zeros(20_000, dtype=torch.long))
     assert abs((rare == 0).float().mean() - 0.25) < 0.015
 
     def forbid(_, scores):
@@ -123,9 +129,45 @@ def test_tokens_put_to_no_mass_are_never_drawn():
 
 
 @pytest.mark.parametrize("edge", [0.0, 1 - 2**-53])
-def test_the_ends_of_the_uniform_draw_fall_on_tokens_with_mass(edge, monkeypatch):
-    monkeypatch.setattr(torch, "rand", lambda *shape, **kw: torch.full(shape, edge, **kw))
-    assert draw(torch.tensor([[0.0, 0.1, 0.0, 0.2, 0.0]])).item() == (1 if edge == 0 else 3)
+@pytest.mark.parametrize("size", [5, 256, 257, 700])
+def test_the_ends_of_the_uniform_draw_fall_on_tokens_with_mass(edge, size):
+    mu = torch.zeros(1, size)
+    mu[0, [1, size - 2]] = torch.tensor([0.1, 0.2])
+    assert draw(mu, torch.tensor([edge], dtype=torch.float64)).item() == (1 if edge == 0 else size - 2)
+
+
+@pytest.mark.parametrize("size", [7, 256, 1000])
+def test_a_draw_inverts_the_cumulative_distribution(size):
+    torch.manual_seed(15)
+    mu = (8 * torch.randn(3, size)).softmax(-1)
+    mu[1, : size // 2] = 0
+    of = torch.randint(3, (4000,))
+    luck = uniform(4000)
+    total = mu.double().cumsum(-1)
+    expected = torch.searchsorted(total[of], luck[:, None] * total[of, -1:], right=True)[:, 0]
+    assert (draw(mu, luck, of=of) == expected).float().mean() > 0.999  # float32 sums of blocks move an edge by 1e-7
+
+
+@pytest.mark.parametrize("size", [5, 255, 256, 2000])
+@pytest.mark.parametrize("keep", [1, 4, 9])
+def test_the_likeliest_are_the_largest(size, keep):
+    mu = torch.rand(6, size, generator=torch.Generator().manual_seed(size))
+    mu[0, 3:] = 0  # fewer tokens with mass than asked for
+    probs, ids = likeliest(mu, keep)
+    expected = mu.topk(min(keep, size)).values
+    assert torch.equal(probs, expected) and torch.equal(mu.gather(1, ids), expected)
+
+
+def test_how_rows_are_blocked_changes_nothing(monkeypatch):
+    traces = []
+    for alive in (1 << 23, 2 * VOCABULARY):
+        monkeypatch.setattr(drawing, "_ALIVE", alive)
+        torch.manual_seed(16)
+        sampler = Sampler(max_new_tokens=5, stop_ids=(2, 7), repetition_penalty=1.3)
+        traces.append(sample(tiny.model(), tiny.prompts((1, 4, 3)), sampler=sampler, group=3))
+    for name in ("completion_ids", "candidate_ids"):
+        assert torch.equal(getattr(traces[0], name), getattr(traces[1], name))
+    close(traces[1].delta, traces[0].delta)
 
 
 @pytest.mark.parametrize("stops", [(NEWLINE, WORDS.index("a\n")), ()])
@@ -201,8 +243,9 @@ def test_one_seed_gives_one_trace_and_modes_stay():
         torch.manual_seed(10)
         traces.append(sample(net, [[1, 2]], sampler=Sampler(max_new_tokens=4), group=3, record=record))
     assert torch.equal(traces[0].completion_ids, traces[1].completion_ids)
-    assert torch.equal(traces[0].spread, traces[1].spread)
+    assert torch.equal(traces[0].candidate_probs, traces[1].candidate_probs)
     assert traces[1].delta is None and traces[0].delta is not None
+    assert traces[1].spread is None and traces[0].spread is not None
     assert modes == [m.training for m in net.modules()]
 
 

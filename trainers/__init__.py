@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 _ROOMS = {
-    "ForkGRPOConfig": "forklora.trainers.rl",
+    "ForkGRPOConfig": "forklora.trainers.settings",
     "ForkGRPOTrainer": "forklora.trainers.rl",
 }
 

@@ -11,16 +11,16 @@ carry nothing are skipped but counted; options that contradict the loss are refu
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from forklora.trainers.bridge import SeamedGRPOTrainer, accumulated_items, load_policy
+from forklora.trainers.bridge import PhaseClock, SeamedGRPOTrainer, accumulated_items, load_policy
+from forklora.trainers.settings import ForkGRPOConfig
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
-from trl import GRPOConfig
 
 from forklora.adapter import ForkLoraConfig
 from forklora.attachment import needed
@@ -29,80 +29,16 @@ from forklora.forks import find_forks
 from forklora.forward import completion_hidden
 from forklora.losses import per_batch, prefix_value, signal_loss
 from forklora.optim import StepLengthSGD
+from forklora.passes import split_rows
 from forklora.rollouts import Sampler, sample, stop_at
 from forklora.trace import Trace
 from forklora.unembed import read_unembedding
 
-CENTERINGS = ("none", "sampler", "value")
-_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")
+_CPU_PASS, _ACCELERATOR_PASS = 512, 16_384  # tokens
 _FOREIGN = ("tools", "rollout_func", "environment_factory")  # bring tokens that our sampler did not draw
 
 
-@dataclass
-class ForkGRPOConfig(GRPOConfig):
-    """TRL's ``GRPOConfig`` with four more decisions; everything else keeps its meaning.
-
-    Attributes:
-        score_centering: ``sampler`` subtracts the sampler's mean score exactly, from the recorded distribution;
-            ``value`` subtracts from the signal its average at each prefix and needs no probabilities; ``none`` is
-            TRL's loss.
-        step_length: plain SGD whose every step moves the weights by this Frobenius length, all layers together; None
-            leaves the optimizer to ``optim`` and ``learning_rate``.
-        step_evenly: give every matrix the same share of that length; else each moves as its gradient says.
-        basis_prompts: prompts of the training set rolled out for the bases when the adapter brings none.
-        basis_seed: of these rollouts.
-    """
-
-    gradient_checkpointing: bool = field(
-        default=False, metadata={"help": "Checkpointing runs prompts once per row instead of once per group."}
-    )
-    score_centering: str = field(default="sampler", metadata={"help": "sampler, value or none."})
-    step_length: float | None = field(default=0.1, metadata={"help": "Frobenius length of each SGD step, or None."})
-    step_evenly: bool = field(default=True, metadata={"help": "Give every matrix the same share of the step's length."})
-    basis_prompts: int = field(default=64, metadata={"help": "Prompts rolled out to find the forks."})
-    basis_seed: int = field(default=0, metadata={"help": "Seed of the rollouts for the bases."})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.score_centering not in CENTERINGS:
-            raise ValueError(f"score_centering={self.score_centering!r} is not one of {', '.join(CENTERINGS)}.")
-        if self.step_length is not None and not self.step_length > 0:
-            raise ValueError(f"step_length={self.step_length} must be above 0, or None for optim={self.optim}.")
-        if self.score_centering == "sampler":
-            self._refuse()
-
-    def _refuse(self) -> None:
-        every = self.steps_per_generation * self.num_iterations
-        contradictions = {
-            "use_vllm": (self.use_vllm, "the engine does not report the whole distribution it draws from"),
-            "use_transformers_continuous_batching": (
-                self.use_transformers_continuous_batching,
-                "it does not report the distribution it draws from",
-            ),
-            "loss_type": (self.loss_type not in _LOSSES, f"the centered loss has no ratio; use one of {_LOSSES}"),
-            "num_iterations or steps_per_generation": (
-                self.gradient_accumulation_steps % every != 0,
-                "the centered loss is unbounded and has no brake for several updates on the same rollouts",
-            ),
-            "beta": (self.beta != 0.0, "the KL term needs the policy's softmax over the vocabulary"),
-            "delta": (self.delta is not None, "there is no ratio to clip"),
-            "importance_sampling_level": (self.importance_sampling_level != "token", "there is no ratio"),
-            "top_entropy_quantile": (self.top_entropy_quantile != 1.0, "entropies are not computed"),
-            "entropy_coef": (self.entropy_coef != 0.0, "entropies are not computed"),
-            "use_adaptive_entropy": (self.use_adaptive_entropy, "entropies are not computed"),
-            "off_policy_mask_threshold": (self.off_policy_mask_threshold is not None, "there is no ratio"),
-            "cache_implementation": (self.cache_implementation is not None, "the prompt's cache is shared and grows"),
-            "generation_kwargs": (bool(set(self.generation_kwargs or {}) - {"stop_strings"}), "only stop_strings"),
-        }
-        found = [f"{name} ({why})" for name, (bad, why) in contradictions.items() if bad]
-        if found:
-            raise ValueError(
-                f"score_centering='sampler' does not go with {'; '.join(found)}. Take it out, or use "
-                "score_centering='none' (TRL's own loss) or 'value'."
-            )
-
-
-class ForkGRPOTrainer(SeamedGRPOTrainer):
+class ForkGRPOTrainer(PhaseClock, SeamedGRPOTrainer):
     """GRPO on the forks: as ``trl.GRPOTrainer``, to be given a ``ForkLoraConfig`` (or any other adapter, or none).
 
     Args are TRL's. ``bases`` holds what was collected, and is written to ``output_dir/bases.safetensors``; ``trace``
@@ -165,28 +101,45 @@ class ForkGRPOTrainer(SeamedGRPOTrainer):
         trace = sample(model, prompts, sampler=self._sampler, unembedding=self._head, record=self.own_loss)
         mask = trace.completion_mask
         self.metric("forks/share", len(find_forks(trace)) / max(int(mask.sum()), 1))
-        self.metric("forks/spread", float(trace.spread[mask].mean()))
+        if trace.spread is not None:
+            self.metric("forks/spread", float(trace.spread[mask].mean()))
         self.metric("forks/leak", float(trace.leak[mask].mean()))
         return trace
 
-    def policy_loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
-        """``-A <delta, h>`` summed as TRL's ``loss_type`` says; rows without signal are left out of the model."""
+    def passes(self, batch: dict[str, Any]) -> list[Tensor]:
+        """Rows with a signal, few enough at a time that one pass holds ``pass_tokens``; the others are left out."""
         mask = batch["completion_mask"].bool()
-        signal = batch["advantages"]
-        carrying = (signal != 0) & mask.any(-1)
+        carrying = (batch["advantages"] != 0) & mask.any(-1)
         self.metric("forks/carrying_rows", float(carrying.float().mean()))
         kept = carrying.nonzero()[:, 0]
         if len(kept) == 0:  # every rank runs the model all the same, and gradients exist
-            kept = torch.zeros(1, dtype=torch.long, device=signal.device)
-        hidden = completion_hidden(
-            model,
+            kept = torch.zeros(1, dtype=torch.long, device=mask.device)
+        chunks = split_rows(
             batch["prompt_ids"][kept],
             prompt_mask=batch["prompt_mask"][kept].bool(),
-            completion_ids=batch["completion_ids"][kept],
             completion_mask=mask[kept],
+            tokens=self.args.pass_tokens or (_CPU_PASS if mask.device.type == "cpu" else _ACCELERATOR_PASS),
         )
-        losses = signal_loss(hidden, batch["delta"][kept], advantages=signal[kept, None])
-        per_token = torch.zeros(mask.shape, dtype=losses.dtype, device=losses.device).index_copy(0, kept, losses)
+        return [kept[chunk] for chunk in chunks]
+
+    def policy_loss(self, model: nn.Module, batch: dict[str, Any], rows: Tensor) -> Tensor:
+        """``-A <delta, h>`` of these rows, in the normalization of TRL's ``loss_type`` over the whole micro-batch."""
+        mask = batch["completion_mask"].bool()
+        run = rows if len(rows) else torch.zeros(1, dtype=torch.long, device=mask.device)
+        length = max(int(mask[run].sum(-1).max()), 1)
+        start = int(batch["prompt_mask"][run].long().argmax(-1).min())
+        hidden = completion_hidden(
+            model,
+            batch["prompt_ids"][run, start:],
+            prompt_mask=batch["prompt_mask"][run, start:].bool(),
+            completion_ids=batch["completion_ids"][run, :length],
+            completion_mask=mask[run, :length],
+        )
+        losses = signal_loss(hidden, batch["delta"][run, :length], advantages=batch["advantages"][run, None])
+        if len(rows) == 0:  # a pass that only keeps other ranks company
+            losses = losses * 0.0
+        per_token = torch.zeros(mask.shape, dtype=losses.dtype, device=losses.device)
+        per_token = per_token.index_put((run[:, None], torch.arange(length, device=run.device)), losses)
         kind, items = self.loss_type, accumulated_items(self, batch)
         loss = per_batch(per_token, mask, kind=kind, longest=self.max_completion_length, items=items)
         return loss if kind == "dapo" else loss / self.accumulation

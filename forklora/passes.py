@@ -1,0 +1,75 @@
+"""Splits rollouts into passes through the model that hold a stated number of tokens.
+
+Decisions: completions of one prompt stay together where they fit, since the prompt is then run once for all of them;
+groups of like length share a pass, since every row of a pass is padded to its longest.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+
+class _Piece(NamedTuple):
+    """Rows of one prompt, and the lengths of the prompt and of the longest completion among them."""
+
+    rows: list[int]
+    prompt: int
+    longest: int
+
+
+def split_rows(
+    prompt_ids: Int[Tensor, "n p"],
+    *,
+    prompt_mask: Bool[Tensor, "n p"],
+    completion_mask: Bool[Tensor, "n t"],
+    tokens: int,
+) -> list[Int[Tensor, " m"]]:
+    """Row indices of each pass; every row stands in exactly one.
+
+    A pass counts ``groups * longest prompt + rows * longest completion`` tokens, padding included. A single row that is
+    longer than ``tokens`` is a pass by itself.
+
+    Args:
+        prompt_ids: left-padded prompts.
+        prompt_mask: true at the prompt's own tokens.
+        completion_mask: true at the completion's own tokens.
+        tokens: most tokens in a pass.
+    """
+    if tokens < 1:
+        raise ValueError(f"tokens={tokens} must be at least 1: a pass holds no row otherwise.")
+    group = torch.unique(torch.where(prompt_mask, prompt_ids, -1), dim=0, return_inverse=True)[1].tolist()
+    prompt, length = prompt_mask.sum(-1).tolist(), completion_mask.sum(-1).tolist()
+    members: dict[int, list[int]] = {}
+    for row in sorted(range(len(group)), key=lambda r: (length[r], r)):
+        members.setdefault(group[row], []).append(row)
+    pieces = [piece for rows in members.values() for piece in _pieces(rows, prompt[rows[0]], length, tokens=tokens)]
+    pieces.sort(key=lambda piece: (piece.longest, piece.prompt, piece.rows[0]))
+    passes: list[list[_Piece]] = []
+    for piece in pieces:
+        if passes and _size([*passes[-1], piece]) <= tokens:
+            passes[-1].append(piece)
+        else:
+            passes.append([piece])
+    return [torch.tensor([r for p in taken for r in p.rows], device=prompt_ids.device) for taken in passes]
+
+
+def _pieces(rows: list[int], prompt: int, length: list[int], *, tokens: int) -> list[_Piece]:
+    """One piece of a group sorted by length, or several where it is too long for a pass."""
+    found: list[_Piece] = []
+    for row in rows:
+        grown = _Piece([*found[-1].rows, row], prompt, length[row]) if found else None
+        if grown is not None and _size([grown]) <= tokens:
+            found[-1] = grown
+        else:
+            found.append(_Piece([row], prompt, length[row]))
+    return found
+
+
+def _size(pieces: list[_Piece]) -> int:
+    """Tokens of these pieces in one pass: each prompt once, all padded to the longest."""
+    rows = sum(len(piece.rows) for piece in pieces)
+    return len(pieces) * max(p.prompt for p in pieces) + rows * max(p.longest for p in pieces)
