@@ -31,7 +31,8 @@ from peft.utils.constants import EMBEDDING_LAYER_NAMES
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from forklora.spanned import SpannedLinear, leading
+from forklora.lowrank import add_low_rank
+from forklora.spanned import SpannedLinear, leading, sides
 
 KINDS = ("span", "core", "inputs", "block")
 _HEADS = (*EMBEDDING_LAYER_NAMES, "embed_out")
@@ -132,7 +133,9 @@ class ForkVariant(LoraVariant):
         # PEFT has cast both slots to the base's dtype; bases are kept in float32, and so are small steps
         a, b = (slots[adapter_name].float() for slots in (module.lora_A, module.lora_B))
         width = max(config.output_width, r)
-        output, input_ = _sides(config, layer, (module.out_features, module.in_features))
+        output, input_ = sides(
+            config.bases, kind=config.kind, layer=layer, shape=(module.out_features, module.in_features)
+        )
         frozen: list[str] = []
         nn.init.zeros_(a.weight)
         nn.init.zeros_(b.weight)
@@ -153,8 +156,9 @@ class ForkVariant(LoraVariant):
     @staticmethod
     def forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **_: Any) -> Tensor:  # noqa: ANN401
         """``result + s B (A x)``."""
-        a, b = module.lora_A[active_adapter], module.lora_B[active_adapter]
-        return result + b(a(module.lora_dropout[active_adapter](x))) * module.scaling[active_adapter]
+        a, b = module.lora_A[active_adapter].weight, module.lora_B[active_adapter].weight
+        x = module.lora_dropout[active_adapter](x)
+        return add_low_rank(result, x, a=a, b=b, scaling=module.scaling[active_adapter])
 
     @staticmethod
     def merge_safe(module: Any, active_adapter: str, orig_weight: Tensor) -> Tensor:  # noqa: ANN401
@@ -187,6 +191,11 @@ class ForkLinear(Linear):
         with torch.random.fork_rng(devices, enabled=isinstance(config, ForkLoraConfig)):
             super().update_layer(*args, config=config, **kwargs)
 
+    def _cast_input_dtype(self, x: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401
+        """Not for the fork variant, which reads its input as it is; PEFT would copy it to float32 at every layer."""
+        ours = all(isinstance(self.lora_variant.get(name), ForkVariant) for name in self.active_adapters)
+        return x if ours else super()._cast_input_dtype(x, dtype)
+
     def resolve_lora_variant(self, *, config: LoraConfig, **kwargs: Any) -> LoraVariant | None:
         """Ours for a fork adapter; a plain LoRA beside it gets PEFT's."""
         if isinstance(config, ForkLoraConfig):
@@ -214,7 +223,7 @@ def add_fork_lora(
         if isinstance(layers[name], LoraLayer) and not isinstance(layers[name], ForkLinear):
             raise ValueError(f"{name} already has a plain LoRA layer: put the fork adapter on first, LoRA beside it.")
         d_in, d_out = _get_in_out_features(_inner(layers[name]))
-        _sides(chosen, name, (d_out or 0, d_in or 0))
+        sides(chosen.bases, kind=chosen.kind, layer=name, shape=(d_out or 0, d_in or 0))
     if isinstance(model, PeftModel):
         model.add_adapter(adapter_name, chosen)
         return model
@@ -261,31 +270,6 @@ def _refuse_head(name: str, is_head: bool) -> None:
 
 def _inner(module: nn.Module) -> nn.Module:
     return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
-
-
-def _sides(config: ForkLoraConfig, layer: str, shape: tuple[int, int]) -> tuple[Tensor | None, Tensor | None]:
-    """Output and input basis of a layer, with their sizes checked against the layer's ``(d_out, d_in)``."""
-    if config.bases is None:
-        raise ValueError(
-            "ForkLoraConfig has no bases. Collect them (forklora.attach(model, config, tokenizer=.., prompts=..)), "
-            "load them (Bases.load), pass any mapping of layer names to tensors, or train with ForkGRPOTrainer."
-        )
-    found = config.bases.get(layer)
-    if found is None:
-        near = ", ".join(list(config.bases)[:3])
-        raise ValueError(
-            f"no basis for target layer {layer}; there are bases for {len(config.bases)} layers ({near}, ..)."
-        )
-    if isinstance(found, Tensor):
-        sides = (None, found) if config.kind == "inputs" else (found, None)
-    elif isinstance(found, tuple | list):
-        sides = (found[0], found[1])
-    else:
-        sides = (found.output, found.input)
-    for side, size, name in zip(sides, shape, ("output", "input"), strict=True):
-        if side is not None and (side.dim() != 2 or side.shape[0] != size):
-            raise ValueError(f"{layer}: {name} basis is {tuple(side.shape)}, the layer needs [{size}, directions].")
-    return sides
 
 
 def _delta(module: Any, adapter: str, weight: Tensor) -> Tensor:  # noqa: ANN401

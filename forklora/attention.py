@@ -1,9 +1,9 @@
-"""Attention of completions that share their prompts: keys and values of a prompt are held, and read, once for its group.
+"""Attention of completions that share their prompts: a prompt's keys and values are held, and read, once for its group.
 
-Decisions: queries of one key head are multiplied as one block, so that no key or value is ever repeated, neither for the
-rows of a group nor for the heads that share it; only the probabilities are kept for the backward pass. On a CPU this is
-several times faster than the fused kernel and takes a fraction of its memory. It stands in for transformers' ``sdpa``
-and computes the same function; whatever it cannot express it refuses with :class:`CannotShare`.
+Decisions: queries of one key head are multiplied as one block, so that no key or value is ever repeated, neither for
+the rows of a group nor for the heads that share it; only the probabilities are kept for the backward pass. On a CPU
+this is several times faster than the fused kernel and takes a fraction of its memory. It stands in for transformers'
+``sdpa`` and computes the same function; whatever it cannot express it refuses with :class:`CannotShare`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 _MARK = "_forklora_prompts"  # attribute of a key tensor: the prompts that its rows continue
 _SCORES = 1 << 22  # scores worked on at a time: what does not stay in a processor's cache is several times slower
-_FOREIGN = ("softcap", "s_aux", "position_bias", "output_attentions")
+_FOREIGN = ("dropout", "softcap", "s_aux", "position_bias", "output_attentions")
 
 
 class CannotShare(Exception):
@@ -89,9 +89,7 @@ def shared_attention(
     value: Float[Tensor, "n h t e"],
     attention_mask: Tensor | None,
     *,
-    dropout: float = 0.0,
     scaling: float | None = None,
-    is_causal: bool | None = None,
     **kwargs: Any,  # noqa: ANN401 - transformers hands over whatever the model knows
 ) -> tuple[Float[Tensor, "n q hq e"], None]:
     """Attention as transformers asks for it, over the marked prompts and the rows' own keys.
@@ -108,7 +106,7 @@ def shared_attention(
     if attention_mask is None or attention_mask.dtype != torch.bool or attention_mask.shape != fits:
         found = None if attention_mask is None else (attention_mask.dtype, tuple(attention_mask.shape))
         raise CannotShare(f"{type(module).__name__} brings the mask {found} instead of a boolean one of {fits}.")
-    asked = [name for name in _FOREIGN if kwargs.get(name)] + ["dropout"] * (dropout > 0)
+    asked = [name for name in _FOREIGN if kwargs.get(name) is not None and kwargs[name] not in (0, False)]
     if asked or heads % key.shape[1]:
         raise CannotShare(f"{type(module).__name__} asks for {asked}, with {heads} heads on {key.shape[1]}.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -137,18 +135,22 @@ def _alone(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scale: fl
 
 
 def _softmax(scores: Tensor, mask: Tensor, *, scale: float) -> Tensor:
-    """Probabilities in the precision of the scores, computed in float32; rows that may see nothing stay finite."""
-    wide = scores.float().mul_(scale)
+    """Probabilities in the scores' precision, found in float32 at least; rows that may see nothing stay finite."""
+    wide = _wide(scores).mul_(scale)
     n, _, _, length = wide.shape
     wide.view(n, -1, mask.shape[2], length).masked_fill_(~mask, torch.finfo(wide.dtype).min)
     return wide.softmax(-1).to(scores.dtype)
 
 
 def _slope(probs: Tensor, slope: Tensor, *, scale: float) -> Tensor:
-    """Derivative of the loss by the scores, from that by the probabilities (overwritten where it is float32)."""
-    wide = probs.float()
-    weighed = slope.float() * wide
+    """Derivative of the loss by the scores, from that by the probabilities."""
+    wide = _wide(probs)
+    weighed = _wide(slope) * wide
     return weighed.sub_(wide * weighed.sum(-1, keepdim=True)).mul_(scale).to(probs.dtype)
+
+
+def _wide(numbers: Tensor) -> Tensor:
+    return numbers.to(torch.promote_types(numbers.dtype, torch.float32))
 
 
 class _Attend(torch.autograd.Function):
@@ -170,7 +172,7 @@ class _Attend(torch.autograd.Function):
 
 
 class _AttendShared(torch.autograd.Function):
-    """Rows that continue prompts: the prompts' part group by group, their own part row by row, one softmax over both."""
+    """Rows that continue prompts: the prompts' part by groups, their own part by rows, one softmax over both."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:  # noqa: ANN401

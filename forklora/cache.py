@@ -31,29 +31,30 @@ class SharedLayer(DynamicLayer):
         super().__init__()
         self.prompts: Prompts | None = None
         self.group: Tensor | None = None
+        self.own: tuple[Tensor, Tensor] | None = None  # the rows' keys and values, with room to grow
         self.length = 0
 
     def batch_select_indices(self, indices: Int[Tensor, " n"]) -> None:
         """Row ``i`` becomes a copy of row ``indices[i]``; what rows have in common is not copied."""
-        if self.prompts is None or self.group is None:
-            prompts, self.group = (self.keys, self.values), indices
-        else:
-            prompts, self.group = self.prompts[:2], self.group[indices]
-            if self.length:
-                self.keys, self.values = self.keys[indices], self.values[indices]
-        self.prompts = Prompts(*prompts, Layout.of(self.group, len(prompts[0])))
+        if self.keys is None or self.values is None:
+            raise RuntimeError("rows of an empty cache: run the prompts first.")
+        self.group = indices if self.group is None else self.group[indices]
+        self.own = self.own and (self.own[0][indices], self.own[1][indices])
+        self.prompts = Prompts(self.keys, self.values, Layout.of(self.group, len(self.keys)))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Add new positions; returns all of the rows' own, the keys marked with their prompts."""
         if self.prompts is None:
             return super().update(key_states, value_states, *args, **kwargs)
         start, self.length = self.length, self.length + key_states.shape[-2]
-        if start == 0:
-            self.keys, self.values = key_states, value_states
+        if self.own is None:
+            keys, values = key_states, value_states
         else:
-            self.keys = _grown(self.keys, key_states, start=start)
-            self.values = _grown(self.values, value_states, start=start)
-        return self.prompts.mark(self.keys[:, :, : self.length]), self.values[:, :, : self.length]
+            keys, values = (
+                _grown(h, n, start=start) for h, n in zip(self.own, (key_states, value_states), strict=True)
+            )
+        self.own = keys, values
+        return self.prompts.mark(keys[:, :, : self.length]), values[:, :, : self.length]
 
     def get_seq_length(self) -> int:
         """Positions seen so far, the prompt's included."""
@@ -87,7 +88,7 @@ def can_share(model: nn.Module) -> bool:
 def shared_cache(model: nn.Module) -> DynamicCache:
     """An empty cache of this model whose ``batch_select_indices`` shares instead of copying."""
     cache = DynamicCache(config=unwrap(model).config)
-    cache.layers = [SharedLayer() for _ in cache.layers]
+    cache.layers[:] = [SharedLayer() for _ in cache.layers]
     return cache
 
 

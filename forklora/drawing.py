@@ -7,6 +7,7 @@ more than a stated number of probabilities is alive at a time; the draw does not
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -19,40 +20,60 @@ _ALIVE = 1 << 23  # probabilities worked on at a time: 32 MiB in float32
 _BLOCK = 256
 
 
-def draw_tokens(
-    head: Unembedding,
-    hidden: Float[Tensor, "g d"],
-    so_far: Int[Tensor, "g l"],
-    *,
-    of: Int[Tensor, " n"],
-    uniform: Float[Tensor, " n"],
-    pipeline: Sequence[Processor],
-    keep: int,
-    temperature: float,
-    norms: Float[Tensor, " v"] | None,
-) -> dict[str, Tensor]:
-    """One token for each of ``n`` rows, drawn at ``hidden[of[i]]``, and the columns of a trace that belong to it.
+@dataclass(frozen=True, eq=False)
+class Drawer:
+    """How tokens are drawn and what is kept.
 
-    Args:
+    Attributes:
         head: the model's unembedding.
-        hidden: hidden states that predict the token; rows that share one are drawn from one distribution.
-        so_far: the tokens before, for the processors.
-        of: row of ``hidden`` that each draw belongs to.
-        uniform: float64 numbers in 0..1, one per draw.
         pipeline: functions ``(ids, scores) -> scores``.
         keep: likeliest tokens kept per position.
         temperature: what output vectors are divided by.
         norms: squared row norms of the unembedding; without them no ``delta`` and no ``spread`` are found.
     """
 
-    def block(hidden: Tensor, so_far: Tensor, of: Tensor, uniform: Tensor) -> dict[str, Tensor]:
-        logits = head.logits(hidden)
+    head: Unembedding
+    pipeline: Sequence[Processor]
+    keep: int
+    temperature: float
+    norms: Float[Tensor, " v"] | None
+
+    def tokens(
+        self,
+        hidden: Float[Tensor, "g d"],
+        so_far: Int[Tensor, "g l"],
+        *,
+        of: Int[Tensor, " n"],
+        uniform: Float[Tensor, " n"],
+    ) -> dict[str, Tensor]:
+        """One token for each of ``n`` rows, drawn at ``hidden[of[i]]``, and the columns of a trace that belong to it.
+
+        Args:
+            hidden: hidden states that predict the token; rows that share one are drawn from one distribution.
+            so_far: the tokens before, for the processors.
+            of: row of ``hidden`` that each draw belongs to.
+            uniform: float64 numbers in 0..1, one per draw.
+        """
+        step = max(1, _ALIVE // self.head.vocabulary)
+        if len(hidden) <= step:
+            return self._block(hidden, so_far, of, uniform)
+        parts, order = [], []
+        for start in range(0, len(hidden), step):
+            mine = ((of >= start) & (of < start + step)).nonzero()[:, 0]
+            part = slice(start, start + step)
+            parts.append(self._block(hidden[part], so_far[part], of[mine] - start, uniform[mine]))
+            order.append(mine)
+        back = torch.cat(order).argsort()
+        return {name: torch.cat([part[name] for part in parts])[back] for name in parts[0]}
+
+    def _block(self, hidden: Tensor, so_far: Tensor, of: Tensor, uniform: Tensor) -> dict[str, Tensor]:
+        logits = self.head.logits(hidden)
         scores = logits
-        for processor in pipeline:
+        for processor in self.pipeline:
             scores = processor(so_far, scores)
         mu = scores.softmax(-1)
         token = draw(mu, uniform, of=of)
-        probs, candidates = likeliest(mu, keep)
+        probs, candidates = likeliest(mu, self.keep)
         # summed over the tail itself: one minus the sum would lose everything below 1e-7
         leak = mu.scatter(1, candidates, 0.0).sum(-1)
         found = {
@@ -62,22 +83,10 @@ def draw_tokens(
             "candidate_probs": probs[of],
             "leak": leak[of],
         }
-        if norms is not None:
-            delta, spread = head.signal(mu, token, logits=logits, of=of, norms=norms)
-            found |= {"delta": delta / temperature, "spread": spread[of] / temperature**2}
+        if self.norms is not None:
+            delta, spread = self.head.signal(mu, token, logits=logits, of=of, norms=self.norms)
+            found |= {"delta": delta / self.temperature, "spread": spread[of] / self.temperature**2}
         return found
-
-    step = max(1, _ALIVE // head.vocabulary)
-    if len(hidden) <= step:
-        return block(hidden, so_far, of, uniform)
-    parts, order = [], []
-    for start in range(0, len(hidden), step):
-        mine = ((of >= start) & (of < start + step)).nonzero()[:, 0]
-        part = slice(start, start + step)
-        parts.append(block(hidden[part], so_far[part], of[mine] - start, uniform[mine]))
-        order.append(mine)
-    back = torch.cat(order).argsort()
-    return {name: torch.cat([part[name] for part in parts])[back] for name in parts[0]}
 
 
 def draw(

@@ -1,7 +1,8 @@
 """Splits rollouts into passes through the model that hold a stated number of tokens.
 
 Decisions: completions of one prompt stay together where they fit, since the prompt is then run once for all of them;
-groups of like length share a pass, since every row of a pass is padded to its longest.
+groups of like length share a pass, since every row of a pass is padded to its longest; there are as few passes as the
+stated number allows, and then all about equally large.
 """
 
 from __future__ import annotations
@@ -26,35 +27,48 @@ def split_rows(
     *,
     prompt_mask: Bool[Tensor, "n p"],
     completion_mask: Bool[Tensor, "n t"],
+    shared: bool = True,
     tokens: int,
 ) -> list[Int[Tensor, " m"]]:
     """Row indices of each pass; every row stands in exactly one.
 
-    A pass counts ``groups * longest prompt + rows * longest completion`` tokens, padding included. A single row that is
-    longer than ``tokens`` is a pass by itself.
+    A pass counts ``groups * longest prompt + rows * longest completion`` tokens, padding included; where prompts are
+    not shared, every row is a group. A single row that is longer than ``tokens`` is a pass by itself.
 
     Args:
         prompt_ids: left-padded prompts.
         prompt_mask: true at the prompt's own tokens.
         completion_mask: true at the completion's own tokens.
+        shared: a prompt runs once for its group in each pass, else once for each row.
         tokens: most tokens in a pass.
     """
     if tokens < 1:
         raise ValueError(f"tokens={tokens} must be at least 1: a pass holds no row otherwise.")
-    group = torch.unique(torch.where(prompt_mask, prompt_ids, -1), dim=0, return_inverse=True)[1].tolist()
+    keyed = torch.where(prompt_mask, prompt_ids, -1)
+    group = torch.unique(keyed, dim=0, return_inverse=True)[1].tolist() if shared else list(range(len(keyed)))
     prompt, length = prompt_mask.sum(-1).tolist(), completion_mask.sum(-1).tolist()
     members: dict[int, list[int]] = {}
     for row in sorted(range(len(group)), key=lambda r: (length[r], r)):
         members.setdefault(group[row], []).append(row)
     pieces = [piece for rows in members.values() for piece in _pieces(rows, prompt[rows[0]], length, tokens=tokens)]
     pieces.sort(key=lambda piece: (piece.longest, piece.prompt, piece.rows[0]))
+    passes = _packed(pieces, tokens)
+    low, high = 0, tokens  # the smallest size that takes no more passes: low is too small, high is large enough
+    while high - low > 1:
+        middle = (low + high) // 2
+        tried = _packed(pieces, middle)
+        low, high, passes = (low, middle, tried) if len(tried) == len(passes) else (middle, high, passes)
+    return [torch.tensor([r for p in taken for r in p.rows], device=prompt_ids.device) for taken in passes]
+
+
+def _packed(pieces: list[_Piece], tokens: int) -> list[list[_Piece]]:
     passes: list[list[_Piece]] = []
     for piece in pieces:
         if passes and _size([*passes[-1], piece]) <= tokens:
             passes[-1].append(piece)
         else:
             passes.append([piece])
-    return [torch.tensor([r for p in taken for r in p.rows], device=prompt_ids.device) for taken in passes]
+    return passes
 
 
 def _pieces(rows: list[int], prompt: int, length: list[int], *, tokens: int) -> list[_Piece]:

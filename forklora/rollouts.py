@@ -1,8 +1,8 @@
 """Generates completions and records the sampler's distribution while doing it.
 
-Decisions: a prompt is run once for its group, and its first token's distribution found once; rows that have ended leave
-the batch; kept per position are the likeliest tokens, the mass outside them, the drawn token's log-probability, ``tr C``
-and the backward signal ``delta``: ``12 keep + 8 + 4 (d + 1) + 9`` bytes, never the vocabulary.
+Decisions: a prompt is run once for its group, and the distribution of its first token found once; rows that have ended
+leave the batch; kept per position are the drawn token, its log-probability, the ``keep`` likeliest tokens, the mass
+outside them, ``tr C`` and the backward signal ``delta``: ``12 keep + 4 d + 21`` bytes, never the vocabulary.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from forklora.attention import CannotShare
-from forklora.drawing import Processor, draw_tokens
+from forklora.drawing import Drawer, Processor
 from forklora.forward import Calls
 from forklora.trace import Trace
 from forklora.unembed import Unembedding, evaluation_mode, hidden_only, read_unembedding
@@ -73,6 +73,11 @@ class Sampler:
             (bool(self.min_p), lambda: hf.MinPLogitsWarper(self.min_p or 0.0)),
         ]
         return [make() for asked, make in steps if asked]
+
+    def drawer(self, head: Unembedding, *, record: bool = True) -> Drawer:
+        """What draws from these settings at a head; with ``record`` it also finds ``delta`` and ``spread``."""
+        norms = head.squared_norms() if record else None
+        return Drawer(head, tuple(self.pipeline()), keep=self.keep, temperature=self.temperature, norms=norms)
 
 
 @contextlib.contextmanager
@@ -148,14 +153,13 @@ def _decode(
     record: bool,
 ) -> dict[str, Tensor]:
     """Token after token for all rows, until the longest one is done: the columns ``[n, t, ..]`` of a trace."""
-    pipeline, state = sampler.pipeline(), torch.get_rng_state()
-    norms = head.squared_norms() if record else None
+    state, drawer = torch.get_rng_state(), sampler.drawer(head, record=record)
     calls = Calls.of(model)
     while True:
-        decoder = _Decoder(model, head, calls=calls, sampler=sampler, pipeline=pipeline, norms=norms)
+        decoder = _Decoder(model, drawer, calls=calls, sampler=sampler)
         try:
             with calls.attending(model):
-                return decoder.run(ids, mask, rows)
+                return decoder.run(ids, mask, rows=rows)
         except CannotShare:
             torch.set_rng_state(state)
             calls = Calls.of(model)
@@ -164,22 +168,12 @@ def _decode(
 class _Decoder:
     """Decodes rows that share prompts; rows that have ended leave the batch once they are a quarter of it."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        head: Unembedding,
-        *,
-        calls: Calls,
-        sampler: Sampler,
-        pipeline: list[Processor],
-        norms: Tensor | None,
-    ) -> None:
-        self.model, self.head, self.calls, self.sampler = model, head, calls, sampler
-        self.pipeline, self.norms = pipeline, norms
+    def __init__(self, model: nn.Module, drawer: Drawer, *, calls: Calls, sampler: Sampler) -> None:
+        self.model, self.drawer, self.calls, self.sampler = model, drawer, calls, sampler
         # processors of the caller's own may know the rows of a batch by their places
         self.shrinks = calls.shares_prompt and sampler.processors is None
 
-    def run(self, ids: Tensor, mask: Tensor, rows: Tensor) -> dict[str, Tensor]:
+    def run(self, ids: Tensor, mask: Tensor, *, rows: Tensor) -> dict[str, Tensor]:
         calls, sampler, every = self.calls, self.sampler, len(rows)
         if not calls.shares_prompt:
             ids, mask, rows = ids[rows], mask[rows], torch.arange(every, device=rows.device)
@@ -211,18 +205,8 @@ class _Decoder:
     ) -> Tensor:
         # one number for every row of the trace, so that a row's luck does not depend on which others have ended
         uniform = torch.rand(record.rows, dtype=torch.float64, device=live.device)[live]
-        found = draw_tokens(
-            self.head,
-            hidden,
-            seen,
-            of=of,
-            uniform=uniform,
-            pipeline=self.pipeline,
-            keep=self.sampler.keep,
-            temperature=self.sampler.temperature,
-            norms=self.norms,
-        )
-        record.add(found | {"alive": alive}, live[alive], alive)
+        found = self.drawer.tokens(hidden, seen, of=of, uniform=uniform)
+        record.add(found | {"alive": alive}, live[alive], which=alive)
         return found["token"]
 
 
@@ -233,7 +217,7 @@ class _Columns:
         self.rows, self.longest, self.length = rows, longest, 0
         self.columns: dict[str, Tensor] = {}
 
-    def add(self, found: dict[str, Tensor], rows: Tensor, which: Tensor) -> None:
+    def add(self, found: dict[str, Tensor], rows: Tensor, *, which: Tensor) -> None:
         for name, values in found.items():
             if name not in self.columns:
                 empty = -1 if values.dtype == torch.long else 0

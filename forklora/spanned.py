@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -101,3 +102,32 @@ def leading(basis: Tensor | None, count: int, *, where: str) -> Tensor:
             "torch.linalg.qr(basis).Q."
         )
     return chosen
+
+
+def sides(
+    bases: Mapping[str, Any] | None, *, kind: str, layer: str, shape: tuple[int, int]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Output and input basis of a layer, with their sizes checked against the layer's ``(d_out, d_in)``.
+
+    Raises:
+        ValueError: there is no basis for the layer, or one of another size.
+    """
+    if bases is None:
+        raise ValueError(
+            "ForkLoraConfig has no bases. Collect them (forklora.attach(model, config, tokenizer=.., prompts=..)), "
+            "load them (Bases.load), pass any mapping of layer names to tensors, or train with ForkGRPOTrainer."
+        )
+    found = bases.get(layer)
+    if found is None:
+        near = ", ".join(list(bases)[:3])
+        raise ValueError(f"no basis for target layer {layer}; there are bases for {len(bases)} layers ({near}, ..).")
+    if isinstance(found, Tensor):
+        sides = (None, found) if kind == "inputs" else (found, None)
+    elif isinstance(found, tuple | list):
+        sides = (found[0], found[1])
+    else:
+        sides = (found.output, found.input)
+    for side, size, name in zip(sides, shape, ("output", "input"), strict=True):
+        if side is not None and (side.dim() != 2 or side.shape[0] != size):
+            raise ValueError(f"{layer}: {name} basis is {tuple(side.shape)}, the layer needs [{size}, directions].")
+    return sides

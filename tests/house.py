@@ -33,6 +33,7 @@ EXEMPT = {
     "forklora/adapter.py:ForkVariant.merge_unsafe": "peft.tuners.lora.variants.LoraVariant",
     "forklora/adapter.py:ForkVariant.unmerge": "peft.tuners.lora.variants.LoraVariant",
     "forklora/adapter.py:add_fork_lora": "the call add_fork_lora(model, config, bases) of the documentation",
+    "forklora/attention.py:shared_attention": "transformers.AttentionInterface",
     "forklora/backward.py:listening.listen.forward": "a forward hook of torch.nn.Module",
     "forklora/bases.py:collect_bases": "the call collect_bases(model, tokenizer, prompts, ...) of the documentation",
     "recipes/arm.py:Watch.on_log": "transformers.TrainerCallback",

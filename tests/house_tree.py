@@ -32,7 +32,8 @@ ROOMS: dict[str, set[str]] = {
     "backward": {"forward", "sketch", "trace", "unembed"},
     "bases": {"archive", "backward", "forks", "rollouts", "sketch", "trace", "unembed"},
     "spanned": set(),
-    "adapter": {"spanned"},
+    "lowrank": set(),
+    "adapter": {"lowrank", "spanned"},
     "attachment": {"adapter", "bases", "rollouts"},
     "export": {"adapter"},
 }

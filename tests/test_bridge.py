@@ -121,9 +121,9 @@ def test_without_seams_the_trainer_is_trls_own(tmp_path):
     assert not trainer.own_loss
     trainer.train()
     assert not hasattr(trainer, "trace")
-    for seam, arguments in (("draw", 2), ("policy_loss", 3), ("passes", 1)):
+    for seam, given in (("draw", [{}, {}]), ("policy_loss", [{}, {}]), ("passes", [{}])):
         with pytest.raises(NotImplementedError):
-            getattr(SeamedGRPOTrainer, seam)(trainer, *[None] * arguments)
+            getattr(SeamedGRPOTrainer, seam)(trainer, *given, **({"rows": None} if seam == "policy_loss" else {}))
     assert SeamedGRPOTrainer.finish_rollouts(trainer, {"a": 1}) == {"a": 1}
 
 

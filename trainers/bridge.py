@@ -5,8 +5,10 @@ What is private, and why it is needed:
 - ``GRPOTrainer._generate_single_turn``: the one place where tokens are drawn; ours records the distribution meanwhile.
 - ``GRPOTrainer._generate_and_score_completions``: its dictionary is shuffled and split row by row; what was recorded
   has to travel in it to stay with its rows.
+- ``GRPOTrainer._prepare_inputs``, ``_buffered_inputs``: rows are shuffled before they are split; all parts belong to
+  one update here, so ours are put back in groups, and a prompt is run in few parts.
 - ``GRPOTrainer._compute_loss``: the loss itself, and the one place where a batch can be run in several passes.
-- ``Accelerator.deepspeed_engine_wrapped``: a backward pass that is not the last one of its batch must not end in a step.
+- ``Accelerator.deepspeed_engine_wrapped``: a backward pass that is not the last of its batch must not end in a step.
 - ``GRPOTrainer._metrics``, ``_step``, ``_tokenizer``: metrics reach the log, and tokens the sampler, only through them.
 - ``trl.trainer.utils.create_model_from_path``: a model given by name must be there before the adapter, for its bases.
 """
@@ -77,7 +79,7 @@ class PhaseClock:
             return super().training_step(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As the trainer's, with the seconds of each phase and the peak memory joined to the line of a training step."""
+        """As the trainer's, with the seconds of each phase and the peak memory joined to the line of a step."""
         if self.model.training and "loss" in logs:
             logs |= {f"seconds/{phase}": round(seconds, 4) for phase, seconds in self.phase_seconds.items()}
             logs["memory/peak_mib"] = round(peak_memory(), 1)
@@ -92,8 +94,8 @@ class ClockedGRPOTrainer(PhaseClock, GRPOTrainer):
 class SeamedGRPOTrainer(GRPOTrainer):
     """TRL's trainer with two seams: :meth:`draw` instead of its generation, :meth:`policy_loss` instead of its loss.
 
-    A subclass that sets neither ``recording`` nor ``own_loss`` gets TRL's behavior unchanged. One with a loss of its own
-    says in :meth:`passes` which rows to run together.
+    A subclass that sets neither ``recording`` nor ``own_loss`` gets TRL's behavior unchanged. One with a loss of its
+    own says in :meth:`passes` which rows to run together.
     """
 
     recording = False
@@ -107,7 +109,7 @@ class SeamedGRPOTrainer(GRPOTrainer):
         """Rows of one micro-batch that go through the model together; the passes run, and free, one after another."""
         raise NotImplementedError
 
-    def policy_loss(self, model: nn.Module, batch: dict[str, Any], rows: Tensor) -> Tensor:
+    def policy_loss(self, model: nn.Module, batch: dict[str, Any], *, rows: Tensor) -> Tensor:
         """The share of these rows in the loss of one micro-batch, already divided for gradient accumulation."""
         raise NotImplementedError
 
@@ -142,6 +144,14 @@ class SeamedGRPOTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         return self.finish_rollouts(super()._generate_and_score_completions(inputs))
 
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:  # noqa: ANN401
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if not self.own_loss or self._buffered_inputs is before:
+            return inputs
+        self._buffered_inputs = regrouped(self._buffered_inputs)
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         if not self.own_loss:
             return super()._compute_loss(model, inputs)
@@ -149,10 +159,10 @@ class SeamedGRPOTrainer(GRPOTrainer):
         done = torch.zeros((), device=self.accelerator.device)
         for rows in early:
             with self._unfinished(model):
-                loss = self.policy_loss(model, inputs, rows)
+                loss = self.policy_loss(model, inputs, rows=rows)
                 self._backward(loss)
             done = done + loss.detach()
-        return self.policy_loss(model, inputs, last) + done
+        return self.policy_loss(model, inputs, rows=last) + done
 
     def _agreed(self, passes: list[Tensor]) -> list[Tensor]:
         """As many passes on every rank, empty ones at the end: each backward pass may be a collective."""
@@ -177,6 +187,25 @@ class SeamedGRPOTrainer(GRPOTrainer):
             self.accelerator.deepspeed_engine_wrapped.backward(loss, sync_gradients=False, scale_wrt_gas=False)
         else:
             self.accelerator.backward(loss)
+
+
+def regrouped(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same rows in as many parts of the same sizes, those of one ``group`` next to each other."""
+    order = torch.cat([part["group"] for part in parts]).argsort(stable=True)
+    size = len(parts[0]["group"])
+    chosen = [order[i * size : (i + 1) * size] for i in range(len(parts))]
+
+    def rearranged(name: str) -> list[Any]:
+        values = [part[name] for part in parts]
+        if isinstance(values[0], list):
+            flat = [row for value in values for row in value]
+            return [[flat[i] for i in rows] for rows in chosen]
+        if isinstance(values[0], Tensor) and values[0].ndim > 0:
+            return [torch.cat(values)[rows] for rows in chosen]
+        return values
+
+    columns = {name: rearranged(name) for name in parts[0]}
+    return [{name: values[i] for name, values in columns.items()} for i in range(len(parts))]
 
 
 def accumulated_items(trainer: SeamedGRPOTrainer, batch: dict[str, Any]) -> Tensor:

@@ -26,7 +26,7 @@ from forklora.adapter import ForkLoraConfig
 from forklora.attachment import needed
 from forklora.bases import Bases, BasisConfig, collect_bases, encode
 from forklora.forks import find_forks
-from forklora.forward import completion_hidden
+from forklora.forward import Calls, completion_hidden
 from forklora.losses import per_batch, prefix_value, signal_loss
 from forklora.optim import StepLengthSGD
 from forklora.passes import split_rows
@@ -34,7 +34,7 @@ from forklora.rollouts import Sampler, sample, stop_at
 from forklora.trace import Trace
 from forklora.unembed import read_unembedding
 
-_CPU_PASS, _ACCELERATOR_PASS = 512, 16_384  # tokens
+_CPU_PASS, _ACCELERATOR_PASS = 1024, 16_384  # tokens
 _FOREIGN = ("tools", "rollout_func", "environment_factory")  # bring tokens that our sampler did not draw
 
 
@@ -118,11 +118,12 @@ class ForkGRPOTrainer(PhaseClock, SeamedGRPOTrainer):
             batch["prompt_ids"][kept],
             prompt_mask=batch["prompt_mask"][kept].bool(),
             completion_mask=mask[kept],
+            shared=Calls.of(self.model).shares_prompt,
             tokens=self.args.pass_tokens or (_CPU_PASS if mask.device.type == "cpu" else _ACCELERATOR_PASS),
         )
         return [kept[chunk] for chunk in chunks]
 
-    def policy_loss(self, model: nn.Module, batch: dict[str, Any], rows: Tensor) -> Tensor:
+    def policy_loss(self, model: nn.Module, batch: dict[str, Any], *, rows: Tensor) -> Tensor:
         """``-A <delta, h>`` of these rows, in the normalization of TRL's ``loss_type`` over the whole micro-batch."""
         mask = batch["completion_mask"].bool()
         run = rows if len(rows) else torch.zeros(1, dtype=torch.long, device=mask.device)
@@ -152,7 +153,8 @@ class ForkGRPOTrainer(PhaseClock, SeamedGRPOTrainer):
         ids, mask = batch["completion_ids"], batch["completion_mask"].bool()
         if self.args.score_centering == "sampler":
             delta = self.trace.delta.to(ids.device)
-            return {**batch, "delta": nn.functional.pad(delta, (0, 0, 0, ids.shape[1] - delta.shape[1]))}
+            delta = nn.functional.pad(delta, (0, 0, 0, ids.shape[1] - delta.shape[1]))
+            return {**batch, "delta": delta, "group": self.trace.group.to(ids.device)}
         if self.args.score_centering == "value":
             keyed = torch.where(batch["prompt_mask"].bool(), batch["prompt_ids"], -1)
             group = torch.unique(keyed, dim=0, return_inverse=True)[1]

@@ -1,4 +1,4 @@
-"""``ForkGRPOConfig``: TRL's settings with a few more decisions; options that contradict the centered loss are refused."""
+"""``ForkGRPOConfig``: TRL's settings with a few more decisions; what contradicts the centered loss is refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ForkGRPOConfig(GRPOConfig):
         basis_prompts: prompts of the training set rolled out for the bases when the adapter brings none.
         basis_seed: of these rollouts.
         pass_tokens: tokens that go through the model in one forward and backward pass; a batch takes as many passes as
-            it needs and its gradient does not depend on it. None: 512 on a CPU, 16,384 on an accelerator.
+            it needs and its gradient does not depend on it. None: 1,024 on a CPU, 16,384 on an accelerator.
     """
 
     gradient_checkpointing: bool = field(

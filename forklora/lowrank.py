@@ -1,0 +1,46 @@
+"""Adds a low-rank term to the output of a layer in one pass over it, without widening either to float32.
+
+Decisions: the input is reduced to its ``r`` numbers in the precision of the factors; only then is it rounded to that of
+the layer, whose product with the other factor is added in place of a product, a scaling, a sum and a cast; gradients of
+the factors are summed in their own precision.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def add_low_rank(
+    result: Float[Tensor, "*n o"],
+    x: Float[Tensor, "*n i"],
+    *,
+    a: Float[Tensor, "r i"],
+    b: Float[Tensor, "o r"],
+    scaling: float,
+) -> Float[Tensor, "*n o"]:
+    """``result + scaling * b (a x)`` in the precision of ``result``, with gradients to all four tensors."""
+    return _AddLowRank.apply(result, x, a, b, scaling)
+
+
+class _AddLowRank(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:  # noqa: ANN401 - autograd's own
+        result, x, a, b, ctx.scaling = args
+        reduced = (x.flatten(0, -2).to(a.dtype) @ a.T).mul_(ctx.scaling)
+        ctx.save_for_backward(x, a, b, reduced)
+        narrow = result.dtype
+        return torch.addmm(result.flatten(0, -2), reduced.to(narrow), b.T.to(narrow)).view(result.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        x, a, b, reduced = ctx.saved_tensors
+        grad, (_, for_x, for_a, for_b, _) = grads[0].flatten(0, -2), ctx.needs_input_grad
+        by_reduced = (grad @ b.to(grad.dtype)).to(a.dtype).mul_(ctx.scaling)
+        by_x = (by_reduced.to(x.dtype) @ a.to(x.dtype)).view(x.shape) if for_x else None
+        by_a = by_reduced.T @ x.flatten(0, -2).to(a.dtype) if for_a else None
+        by_b = grad.to(b.dtype).T @ reduced.to(b.dtype) if for_b else None
+        return grads[0], by_x, by_a, by_b, None
