@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from forklora.attention import Layout, Prompts, shared_attention
-from forklora.unembed import unwrap
+from forklora.unembed import output_head, unwrap
 
 _NAME = "forklora_shared"
 _FIRST = 32  # positions that memory is first taken for
@@ -80,7 +80,7 @@ def can_share(model: nn.Module) -> bool:
     On an accelerator the fused kernels are faster than products by blocks.
     """
     base = unwrap(model)
-    on_cpu = all(p.device.type == "cpu" for p in base.parameters())
+    on_cpu = all(end.weight.device.type == "cpu" for end in (base.get_input_embeddings(), output_head(base)))
     plain = all(type(layer) is DynamicLayer for layer in DynamicCache(config=base.config).layers)
     return on_cpu and plain and base.config.get_text_config()._attn_implementation == "sdpa"
 

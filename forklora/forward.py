@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from forklora.attention import CannotShare
-from forklora.unembed import hidden_only, unwrap
+from forklora.unembed import hidden_only, output_head, unwrap
 
 _OWN_WAY: WeakSet[nn.Module] = WeakSet()  # models whose attention refused to share
 _CACHES = ("past_key_values", "cache", "cache_params")
@@ -60,9 +60,9 @@ class Calls:
         # a layer that keeps a state instead of keys and values has no rows to select
         rows = [hasattr(layer, "batch_select_indices") for layer in _growing(model).layers]
         hurdles = {
-            "gradient checkpointing is on": getattr(base, "is_activation_checkpointing", False) and base.training,
+            "gradient checkpointing is on": base.training and getattr(base, "is_activation_checkpointing", False),
             # every rank must call the model equally often, which depends on lengths if prompts are shared
-            "its weights are partitioned (ZeRO-3)": any(hasattr(p, "ds_id") for p in base.parameters()),
+            "its weights are partitioned (ZeRO-3)": hasattr(output_head(model).weight, "ds_id"),
             "it keeps states that cannot be repeated": getattr(base, "_is_stateful", False) or not all(rows),
             "it is an encoder-decoder": base.config.is_encoder_decoder,
         }

@@ -1,8 +1,8 @@
 """Adds a low-rank term to the output of a layer in one pass over it, without widening either to float32.
 
-Decisions: the input is reduced to its ``r`` numbers in the precision of the factors; only then is it rounded to that of
-the layer, whose product with the other factor is added in place of a product, a scaling, a sum and a cast; gradients of
-the factors are summed in their own precision.
+Decisions: the term is one product that adds to the output, in place of a product, a scaling, a sum and a cast; a factor
+that is wider than the layer loses nothing of its digits before it meets the input, and its gradient is summed in its own
+precision.
 """
 
 from __future__ import annotations
@@ -26,11 +26,21 @@ def add_low_rank(
     return _AddLowRank.apply(result, x, a, b, scaling)
 
 
+def _reduced(x: Tensor, a: Tensor) -> Tensor:
+    """``x a^T`` without widening a narrow ``x``: the factor is split into two narrow parts that add up to it."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return x.to(a.dtype) @ a.T
+    coarse = a.to(x.dtype)
+    fine = (a - coarse.to(a.dtype)).to(x.dtype)
+    both = x @ torch.cat([coarse, fine]).T
+    return both[:, : len(a)].to(a.dtype) + both[:, len(a) :]
+
+
 class _AddLowRank(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:  # noqa: ANN401 - autograd's own
         result, x, a, b, ctx.scaling = args
-        reduced = (x.flatten(0, -2).to(a.dtype) @ a.T).mul_(ctx.scaling)
+        reduced = _reduced(x.flatten(0, -2), a).mul_(ctx.scaling)
         ctx.save_for_backward(x, a, b, reduced)
         narrow = result.dtype
         return torch.addmm(result.flatten(0, -2), reduced.to(narrow), b.T.to(narrow)).view(result.shape)

@@ -4,6 +4,7 @@
     forklora run quickstart steps=5 arms.span.rate=0.1 --json run.json
     forklora copy quickstart mine.yaml
     forklora capture mine.yaml
+    forklora bench shapes=40/5/8 repeats=3
 
 Exit codes: 0 success, 1 something failed on the way, 2 bad input (one screen of text, before any long work),
 130 interrupted. A room is imported by the verb that needs it, so that `list` does not wait for torch.
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _NEEDED = ("pydantic", "rich", "yaml")
 _OVERRIDES = "changes to the recipe: steps=3, evaluation.prompts=32, arms.0.rate=1e-3, arms.span.rank=2"
+_CHANGES = "changes to what is measured: shapes=40/5/8,64/64/8/4/32, repeats=3, growth=false, model.name=FOLDER"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,6 +61,8 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     run = _verb(verbs, "run", about="train every arm of a recipe, print one table, write records and a report")
     run.add_argument("--overwrite", action="store_true", help="replace the records of an earlier run in that folder")
     _verb(verbs, "capture", about="share of a held-out policy gradient that reward-free bases and random ones hold")
+    bench = _verb(verbs, "bench", about="time and memory of a training step beside TRL's own, and how ours grows")
+    bench.add_argument("--overwrite", action="store_true", help="measure again what that folder holds already")
     _verb(verbs, "list", about="the recipes that come with the package")
     _verb(verbs, "copy", about="copy a recipe, to change it")
     options, rest = parser.parse_known_args(arguments)
@@ -73,31 +77,36 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _verb(verbs: Any, name: str, *, about: str) -> argparse.ArgumentParser:  # noqa: ANN401 - argparse keeps the type private
     """Adds a verb; the options of a recipe are described in the help of the verbs that take them."""
-    takes_overrides = name in ("run", "capture")
+    takes_overrides = name in ("run", "capture", "bench")
     parser = verbs.add_parser(
         name,
         help=about,
         description=f"{about[0].upper()}{about[1:]}.",
-        epilog=_option_help() if takes_overrides else None,
+        epilog=_option_help(name) if takes_overrides else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    if name != "list":
+    if name not in ("list", "bench"):
         parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or a name that `forklora list` shows")
     if takes_overrides:
-        parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help=_OVERRIDES)
+        parser.add_argument(
+            "overrides", metavar="KEY=VALUE", nargs="*", help=_CHANGES if name == "bench" else _OVERRIDES
+        )
     if name == "copy":
         parser.add_argument("target", metavar="DEST", nargs="?", type=Path, help="file or folder; here if not given")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the result as JSON")
-    parser.set_defaults(verb={"run": _run, "capture": _capture, "list": _list, "copy": _copy}[name])
+    verb = {"run": _run, "capture": _capture, "bench": _bench, "list": _list, "copy": _copy}[name]
+    parser.set_defaults(verb=verb)
     return parser
 
 
-def _option_help() -> str:
+def _option_help(verb: str) -> str:
+    from forklora.recipes.bench_plan import BenchPlan
     from forklora.recipes.config import Recipe
     from forklora.recipes.wording import described_options
 
-    lines = [f"  {key} ({kind}; {default})\n      {about}" for key, kind, default, about in described_options(Recipe)]
-    return "\n".join(["options of a recipe, with their defaults:", *lines])
+    described = described_options(BenchPlan if verb == "bench" else Recipe)
+    lines = [f"  {key} ({kind}; {default})\n      {about}" for key, kind, default, about in described]
+    return "\n".join([f"options of a {'benchmark' if verb == 'bench' else 'recipe'}, with their defaults:", *lines])
 
 
 def _run(options: argparse.Namespace) -> tuple[int, Any]:
@@ -123,6 +132,27 @@ def _capture(options: argparse.Namespace) -> tuple[int, Any]:
     result = run_capture(recipe)
     _show(_table(result["rows"], title="share of a held-out policy gradient's energy inside the bases"))
     return 0, result
+
+
+def _bench(options: argparse.Namespace) -> tuple[int, Any]:
+    from forklora.recipes.bench_plan import load_plan
+
+    plan = load_plan(options.overrides)
+    _check_writable(Path(plan.output), "for the output; choose another folder with output=FOLDER")
+    from forklora.recipes.bench import check_plan, run_bench
+    from forklora.recipes.bench_table import CAPTION, failures, growth_rows, shape_rows
+
+    check_plan(plan)
+    result = run_bench(plan, overwrite=options.overwrite)
+    _show(_table(shape_rows(result), title=f"one training step on {plan.model.name}: TRL's GRPO beside ours"))
+    if result["growth"]:
+        _show(_table(growth_rows(result), title="how our own step grows"))
+    print(CAPTION)
+    print(f"numbers: {Path(plan.output) / 'bench.json'}, plot: {Path(plan.output) / 'bench.svg'}")
+    failed = failures(result)
+    for line in failed:
+        print(f"forklora: {line}", file=sys.stderr)
+    return (1 if failed else 0), result
 
 
 def _list(_: argparse.Namespace) -> tuple[int, Any]:

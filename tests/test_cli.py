@@ -106,7 +106,7 @@ def test_without_its_packages_the_command_says_what_to_install(capsys, monkeypat
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["lst"], ["run"], ["list", "x=1"], ["run", "quickstart", "--fast"], ["copy"]]
+    "arguments", [[], ["lst"], ["run"], ["list", "x=1"], ["run", "quickstart", "--fast"], ["bench", "--fast"], ["copy"]]
 )
 def test_arguments_that_make_no_sense_are_code_two_with_the_usage(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
