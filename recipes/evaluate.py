@@ -59,7 +59,7 @@ class Examiner:
         """Write ``forks.safetensors`` (the trace) and ``tokens.json`` (the same in words) of a few rollouts."""
         head = read_unembedding(model, self.tokenizer, check=False)
         with seeded(_SEED + 1):
-            trace = self._ask(model, self.prompts[:_MAPPED], 1, head)
+            trace = sample(model, self.prompts[:_MAPPED], sampler=self.sampler, unembedding=head).without_delta()
         rewards = self.rewards(trace, first=0, samples=1)
         trace = replace(trace, reward=torch.tensor(rewards))
         trace.save(folder / "forks.safetensors")
