@@ -110,13 +110,16 @@ def shared_attention(
     if asked or heads % key.shape[1]:
         raise CannotShare(f"{type(module).__name__} asks for {asked}, with {heads} heads on {key.shape[1]}.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    blocks = query.reshape(n, key.shape[1], -1, query.shape[-1])
-    if prompts is None:
-        found = _alone(blocks, key, value, attention_mask, scale=scale)
-    else:
-        found = _AttendShared.apply(
-            blocks, key, value, prompts.keys, prompts.values, attention_mask, prompts.layout, scale
-        )
+    narrow = torch.is_autocast_enabled(query.device.type)
+    kind = torch.get_autocast_dtype(query.device.type) if narrow else query.dtype
+    blocks = query.reshape(n, key.shape[1], -1, query.shape[-1]).to(kind)
+    before_them = () if prompts is None else (prompts.keys.to(kind), prompts.values.to(kind))
+    with torch.autocast(query.device.type, enabled=False):
+        if prompts is None:
+            found = _alone(blocks, key.to(kind), value.to(kind), attention_mask, scale=scale)
+        else:
+            own = (blocks, key.to(kind), value.to(kind))
+            found = _AttendShared.apply(*own, *before_them, attention_mask, prompts.layout, scale)
     return found.reshape(n, heads, length, -1).transpose(1, 2).contiguous(), None
 
 

@@ -1,8 +1,8 @@
 """Adds a low-rank term to the output of a layer in one pass over it, without widening either to float32.
 
 Decisions: the term is one product that adds to the output, in place of a product, a scaling, a sum and a cast; a factor
-that is wider than the layer loses nothing of its digits before it meets the input, and its gradient is summed in its own
-precision.
+that is wider than the layer loses nothing of its digits before it meets the input, and its gradient is summed in its
+own precision; precisions are chosen here, under autocast too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def add_low_rank(
     scaling: float,
 ) -> Float[Tensor, "*n o"]:
     """``result + scaling * b (a x)`` in the precision of ``result``, with gradients to all four tensors."""
-    return _AddLowRank.apply(result, x, a, b, scaling)
+    with torch.autocast(x.device.type, enabled=False):
+        return _AddLowRank.apply(result, x, a, b, scaling)
 
 
 def _reduced(x: Tensor, a: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from forklora.attention import CannotShare
 from forklora.drawing import Drawer, Processor
 from forklora.forward import Calls
+from forklora.packing import packed
 from forklora.trace import Trace
 from forklora.unembed import Unembedding, evaluation_mode, hidden_only, read_unembedding
 
@@ -158,7 +159,7 @@ def _decode(
     while True:
         decoder = _Decoder(model, drawer, calls=calls, sampler=sampler)
         try:
-            with calls.attending(model):
+            with calls.attending(model), packed(model, tokens=sampler.max_new_tokens, leave=head.head):
                 return decoder.run(ids, mask, rows=rows)
         except CannotShare:
             torch.set_rng_state(state)

@@ -141,3 +141,17 @@ def test_tiny_models_say_which_of_them_share():
     from forklora.cache import can_share
 
     assert {kind for kind in tiny.KINDS if can_share(tiny.model(kind))} == set(tiny.KINDS) - {"gemma2"}
+
+
+def test_under_autocast_everything_is_narrow_and_the_way_back_needs_no_autocast():
+    group = torch.tensor([0, 0, 1, 2, 2])
+    query, own, first, mask = case(group, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        marked = Prompts(first[0], first[1].bfloat16(), Layout.of(group, 3)).mark(own[0])
+        found, _ = shared_attention(nn.Identity(), query, marked, own[1].bfloat16(), mask)
+        alone, _ = shared_attention(nn.Identity(), query, own[0].bfloat16(), own[1], mask[..., 5:])
+    assert found.dtype == alone.dtype == torch.bfloat16
+    grads = torch.autograd.grad(found.sum() + alone.sum(), [query, *own, *first])
+    assert all(g.dtype == torch.float32 and g.isfinite().all() for g in grads)
+    exact = dense(query, own, first, mask=mask, group=group, scale=WIDTH**-0.5)
+    assert (found - exact).norm() < 0.02 * exact.norm()

@@ -84,7 +84,7 @@ def test_the_loss_is_linear_in_the_logits_and_unbounded():
     close(shifted, once)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_recorded_signal_replaces_the_vocabulary(kind, dtype, tolerance):
     """Same gradient at the sampling point, with a soft cap too; without one the same loss differences everywhere."""

@@ -42,3 +42,13 @@ def test_a_frozen_factor_gets_no_gradient():
     found = add_low_rank(result, x.detach(), a=a, b=b.detach(), scaling=1.0)
     found.sum().backward()
     assert a.grad is not None and b.grad is None and x.grad is None
+
+
+def test_under_autocast_the_precisions_are_the_same():
+    inputs = case((4, 3), dtype=torch.bfloat16, factors=torch.float32)
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            value = add_low_rank(*inputs[:2], a=inputs[2], b=inputs[3], scaling=0.7)
+        found.append([value, *torch.autograd.grad(value.float().sum(), inputs)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -47,6 +47,47 @@ def test_evaluation_in_passes_gives_the_loss_and_leaves_no_gradient(tmp_path):
     assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
+def test_only_rows_with_a_signal_run_and_the_update_is_as_if_all_did(tmp_path):
+    """One group in two has equal rewards: its rows are left out, and still counted in the normalization."""
+    found, tokens, carrying = [], [], []
+    for skipping in (True, False):
+        trainer = trainer_of(tmp_path, reward=every_other, loss_type="dr_grpo", **SGD)
+        seen = []
+        trainer.model.get_input_embeddings().register_forward_pre_hook(
+            lambda _, given, seen=seen: seen.append(given[0].numel()) if torch.is_grad_enabled() else None
+        )
+        if not skipping:
+            trainer.passes = lambda batch: [torch.arange(len(batch["advantages"]))]
+        trainer.train()
+        found.append(adapter_of(trainer))
+        tokens.append(sum(seen))
+        carrying.append(trainer.state.log_history[0].get("forks/carrying_rows"))
+    assert carrying[0] == 0.5 and tokens[0] < 0.8 * tokens[1]
+    assert any(t.abs().max() > 1e-4 for n, t in found[0].items() if "lora_A" in n)
+    for name, tensor in found[0].items():
+        torch.testing.assert_close(found[1][name], tensor, rtol=1e-4, atol=1e-7)
+
+
+def every_other(prompts, completion_ids, **_):
+    """Different rewards for the completions of the first prompt only."""
+    first = prompts[0]
+    return [
+        float(len(ids) + i) if p == first else 1.0
+        for i, (p, ids) in enumerate(zip(prompts, completion_ids, strict=True))
+    ]
+
+
+def test_early_passes_go_back_outside_autocast(tmp_path):
+    """As the last one does in the training loop: under autocast, products of the backward pass would be narrowed."""
+    trainer = trainer_of(tmp_path, pass_tokens=1, bf16=True)
+    flags = []
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(lambda _: flags.append(torch.is_autocast_enabled("cpu")))
+    trainer.train()
+    assert len(flags) > 10 and not any(flags)
+
+
 class Sizes(TorchDispatchMode):
     """Shapes of everything that is computed within the block, forward and backward."""
 

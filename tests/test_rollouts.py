@@ -8,7 +8,7 @@ from forklora import drawing
 from forklora.drawing import draw, likeliest
 from forklora.rollouts import Sampler, pad_prompts, sample, stop_at
 from forklora.unembed import read_unembedding
-from tiny import KINDS, NEWLINE, RECURRENT, VOCABULARY, WORDS, Wrapper, close
+from tiny import HIDDEN, KINDS, NEWLINE, RECURRENT, VOCABULARY, WORDS, Wrapper, close
 
 SETTINGS = {
     "plain": {},
@@ -278,3 +278,14 @@ def test_a_model_that_cannot_share_a_prompt_draws_the_same(kind):
     assert torch.equal(shared.completion_ids, apart.completion_ids)
     close(apart.delta, shared.delta)
     assert torch.equal(shared.group, apart.group)
+
+
+@pytest.mark.parametrize("keep", [1, 5])
+def test_a_position_takes_the_bytes_that_are_stated(keep):
+    trace = sample(tiny.model(), tiny.prompts((2,)), sampler=Sampler(max_new_tokens=4, keep=keep), group=3)
+    stored = [
+        trace.completion_ids, trace.completion_mask, trace.logprob, trace.leak, trace.spread, trace.delta,
+        trace.candidate_ids, trace.candidate_probs,
+    ]  # fmt: skip
+    bytes_each = sum(t.element_size() * t.numel() for t in stored) / trace.completion_ids.numel()
+    assert bytes_each == 12 * keep + 4 * HIDDEN + 21

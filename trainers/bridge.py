@@ -183,10 +183,12 @@ class SeamedGRPOTrainer(GRPOTrainer):
     def _backward(self, loss: Tensor) -> None:
         if not torch.is_grad_enabled():
             return
-        if self.is_deepspeed_enabled:
-            self.accelerator.deepspeed_engine_wrapped.backward(loss, sync_gradients=False, scale_wrt_gas=False)
-        else:
-            self.accelerator.backward(loss)
+        # the loss is found under autocast, and a backward pass must not be
+        with torch.autocast(self.accelerator.device.type, enabled=False):
+            if self.is_deepspeed_enabled:
+                self.accelerator.deepspeed_engine_wrapped.backward(loss, sync_gradients=False, scale_wrt_gas=False)
+            else:
+                self.accelerator.backward(loss)
 
 
 def regrouped(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
