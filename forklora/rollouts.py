@@ -178,7 +178,7 @@ class _Decoder:
         calls, sampler, every = self.calls, self.sampler, len(rows)
         if not calls.shares_prompt:
             ids, mask, rows = ids[rows], mask[rows], torch.arange(every, device=rows.device)
-        cache, record = calls.cache(self.model), _Columns(every, sampler.max_new_tokens)
+        cache, record = calls.cache(self.model), _Columns(every)
         live = torch.arange(every, device=rows.device)  # rows of the trace that the rows of the batch belong to
         alive = torch.ones_like(live, dtype=torch.bool)
         with hidden_only(self.model) as caught:
@@ -191,7 +191,7 @@ class _Decoder:
             while True:
                 seen, mask = torch.cat([seen, token[:, None]], 1), torch.cat([mask, alive[:, None]], 1)
                 alive = alive & ~_ended(seen[:, ids.shape[1] :], sampler)
-                if record.length == sampler.max_new_tokens or not alive.any():
+                if len(record.steps) == sampler.max_new_tokens or not alive.any():
                     return record.finished()
                 if self.shrinks and 4 * int(alive.sum()) <= 3 * len(alive):
                     kept = alive.nonzero()[:, 0]
@@ -212,23 +212,25 @@ class _Decoder:
 
 
 class _Columns:
-    """Columns of a trace that are filled position by position; what is never filled is -1 for ids and 0 for numbers."""
+    """Columns of a trace from what was found position by position; where nothing was, -1 for ids and 0 for numbers."""
 
-    def __init__(self, rows: int, longest: int) -> None:
-        self.rows, self.longest, self.length = rows, longest, 0
-        self.columns: dict[str, Tensor] = {}
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.steps: list[tuple[Tensor, dict[str, Tensor]]] = []
 
     def add(self, found: dict[str, Tensor], rows: Tensor, *, which: Tensor) -> None:
-        for name, values in found.items():
-            if name not in self.columns:
-                empty = -1 if values.dtype == torch.long else 0
-                shape = (self.rows, self.longest, *values.shape[1:])
-                self.columns[name] = torch.full(shape, empty, dtype=values.dtype, device=values.device)
-            self.columns[name][rows, self.length] = values[which]
-        self.length += 1
+        self.steps.append((rows, {name: values[which] for name, values in found.items()}))
 
     def finished(self) -> dict[str, Tensor]:
-        return {name: column[:, : self.length].contiguous().cpu() for name, column in self.columns.items()}
+        columns = {}
+        for name, values in self.steps[0][1].items():
+            empty = -1 if values.dtype == torch.long else 0
+            shape = (self.rows, len(self.steps), *values.shape[1:])
+            column = torch.full(shape, empty, dtype=values.dtype, device=values.device)
+            for t, (rows, found) in enumerate(self.steps):
+                column[rows, t] = found[name]
+            columns[name] = column.cpu()
+        return columns
 
 
 def _ended(completions: Tensor, sampler: Sampler) -> Tensor:
