@@ -21,6 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from forklora.attention import CannotShare
+from forklora.passes import same_prompt
 from forklora.unembed import hidden_only, output_head, unwrap
 
 _OWN_WAY: WeakSet[nn.Module] = WeakSet()  # models whose attention refused to share
@@ -148,59 +149,42 @@ def completion_hidden(
         completion_ids: right-padded completions.
         completion_mask: true at the completion's own tokens.
     """
-    rows = {"prompt_mask": prompt_mask, "completion_ids": completion_ids, "completion_mask": completion_mask}
-    calls = Calls.of(model)
+    ids, mask = torch.cat([prompt_ids, completion_ids], 1), torch.cat([prompt_mask, completion_mask], 1)
+    rows, calls = {"ids": ids, "mask": mask, "width": prompt_ids.shape[1]}, Calls.of(model)
     if not calls.shares_prompt:
-        return _row_by_row(model, calls, prompt_ids=prompt_ids, **rows)
+        return _row_by_row(model, calls, **rows)
     try:
         with calls.attending(model):
-            return _group_by_group(model, calls, prompt_ids=prompt_ids, **rows)
+            return _group_by_group(model, calls, **rows)
     except CannotShare:
-        return _group_by_group(model, Calls.of(model), prompt_ids=prompt_ids, **rows)
+        return _group_by_group(model, Calls.of(model), **rows)
 
 
-def _row_by_row(
-    model: nn.Module,
-    calls: Calls,
-    *,
-    prompt_ids: Tensor,
-    prompt_mask: Tensor,
-    completion_ids: Tensor,
-    completion_mask: Tensor,
-) -> Tensor:
-    ids, mask = torch.cat([prompt_ids, completion_ids], 1), torch.cat([prompt_mask, completion_mask], 1)
+def _row_by_row(model: nn.Module, calls: Calls, *, ids: Tensor, mask: Tensor, width: int) -> Tensor:
     with hidden_only(model) as caught:
         model(input_ids=ids, **calls.arguments(mask, length=ids.shape[1], cache=None))
-    return caught[0][:, prompt_ids.shape[1] - 1 : -1]
+    return caught[0][:, width - 1 : -1]
 
 
-def _group_by_group(
-    model: nn.Module,
-    calls: Calls,
-    *,
-    prompt_ids: Tensor,
-    prompt_mask: Tensor,
-    completion_ids: Tensor,
-    completion_mask: Tensor,
-) -> Tensor:
-    steps, mask = completion_ids.shape[1], torch.cat([prompt_mask, completion_mask], 1)
-    first, group = _groups(torch.where(prompt_mask, prompt_ids, -1))
+def _group_by_group(model: nn.Module, calls: Calls, *, ids: Tensor, mask: Tensor, width: int) -> Tensor:
+    steps = ids.shape[1] - width
+    first, group = _groups(ids[:, :width], mask[:, :width])
     cache = calls.cache(model)
     with hidden_only(model) as caught:
-        model(
-            input_ids=prompt_ids[first], **calls.arguments(prompt_mask[first], length=prompt_ids.shape[1], cache=cache)
-        )
+        model(input_ids=ids[first, :width], **calls.arguments(mask[first, :width], length=width, cache=cache))
         start = caught[0][:, -1:][group]
         if steps == 1:
             return start
         cache.batch_select_indices(group)
-        model(input_ids=completion_ids[:, :-1], **calls.arguments(mask[:, :-1], length=steps - 1, cache=cache))
+        model(input_ids=ids[:, width:-1], **calls.arguments(mask[:, :-1], length=steps - 1, cache=cache))
     return torch.cat([start, caught[1]], 1)
 
 
-def _groups(keyed: Int[Tensor, "n p"]) -> tuple[Int[Tensor, " g"], Int[Tensor, " n"]]:
+def _groups(
+    prompt_ids: Int[Tensor, "n p"], prompt_mask: Bool[Tensor, "n p"]
+) -> tuple[Int[Tensor, " g"], Int[Tensor, " n"]]:
     """First row of each group, and each row's group; groups are numbered as they appear."""
-    _, group = torch.unique(keyed, dim=0, return_inverse=True)
+    group = same_prompt(prompt_ids, prompt_mask)
     rows = torch.arange(len(group), device=group.device)
     first = torch.full((int(group.max()) + 1,), len(group), device=group.device).scatter_reduce(0, group, rows, "amin")
     order = first.argsort()

@@ -22,6 +22,11 @@ class _Piece(NamedTuple):
     longest: int
 
 
+def same_prompt(prompt_ids: Int[Tensor, "n p"], prompt_mask: Bool[Tensor, "n p"]) -> Int[Tensor, " n"]:
+    """A number for each row, equal where the prompts are; what stands under the mask's False is not looked at."""
+    return torch.unique(torch.where(prompt_mask, prompt_ids, -1), dim=0, return_inverse=True)[1]
+
+
 def split_rows(
     prompt_ids: Int[Tensor, "n p"],
     *,
@@ -44,8 +49,7 @@ def split_rows(
     """
     if tokens < 1:
         raise ValueError(f"tokens={tokens} must be at least 1: a pass holds no row otherwise.")
-    keyed = torch.where(prompt_mask, prompt_ids, -1)
-    group = torch.unique(keyed, dim=0, return_inverse=True)[1].tolist() if shared else list(range(len(keyed)))
+    group = same_prompt(prompt_ids, prompt_mask).tolist() if shared else list(range(len(prompt_ids)))
     prompt, length = prompt_mask.sum(-1).tolist(), completion_mask.sum(-1).tolist()
     members: dict[int, list[int]] = {}
     for row in sorted(range(len(group)), key=lambda r: (length[r], r)):

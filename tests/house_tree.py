@@ -25,7 +25,7 @@ ROOMS: dict[str, set[str]] = {
     "forks": {"trace"},
     "attention": set(),
     "cache": {"attention", "unembed"},
-    "forward": {"attention", "cache", "unembed"},
+    "forward": {"attention", "cache", "passes", "unembed"},
     "passes": set(),
     "packing": set(),
     "drawing": {"unembed"},

@@ -29,7 +29,7 @@ from forklora.forks import find_forks
 from forklora.forward import Calls, completion_hidden
 from forklora.losses import per_batch, prefix_value, signal_loss
 from forklora.optim import StepLengthSGD
-from forklora.passes import split_rows
+from forklora.passes import same_prompt, split_rows
 from forklora.rollouts import Sampler, sample, stop_at
 from forklora.trace import Trace
 from forklora.unembed import read_unembedding
@@ -156,8 +156,7 @@ class ForkGRPOTrainer(PhaseClock, SeamedGRPOTrainer):
             delta = nn.functional.pad(delta, (0, 0, 0, ids.shape[1] - delta.shape[1]))
             return {**batch, "delta": delta, "group": self.trace.group.to(ids.device)}
         if self.args.score_centering == "value":
-            keyed = torch.where(batch["prompt_mask"].bool(), batch["prompt_ids"], -1)
-            group = torch.unique(keyed, dim=0, return_inverse=True)[1]
+            group = same_prompt(batch["prompt_ids"], batch["prompt_mask"].bool())
             value = prefix_value(batch["advantages"], ids, mask=mask, group=group)
             return {**batch, "advantages": batch["advantages"][:, None] - value}
         return batch
