@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from forklora.lowrank import add_low_rank
+from forklora.packing import LinearMap
 from forklora.spanned import SpannedLinear, leading, sides
 
 KINDS = ("span", "core", "inputs", "block")
@@ -195,6 +196,20 @@ class ForkLinear(Linear):
         """Not for the fork variant, which reads its input as it is; PEFT would copy it to float32 at every layer."""
         ours = all(isinstance(self.lora_variant.get(name), ForkVariant) for name in self.active_adapters)
         return x if ours else super()._cast_input_dtype(x, dtype)
+
+    def linear_map(self) -> LinearMap | None:
+        """What this layer computes, where that is its frozen base and one fork adapter; None in any other state."""
+        names: list[str] = list(self.active_adapters)
+        base: Any = self.get_base_layer()
+        if self.merged or type(base) is not nn.Linear:
+            return None
+        if self.disable_adapters or not any(name in self.lora_A for name in names):
+            return LinearMap(base.weight, base.bias)
+        dropped = self.training and any(isinstance(self.lora_dropout[n], nn.Dropout) for n in names)
+        if dropped or len(names) != 1 or not isinstance(self.lora_variant.get(names[0]), ForkVariant):
+            return None
+        a, b = self.lora_A[names[0]].weight, self.lora_B[names[0]].weight
+        return LinearMap(base.weight, base.bias, a, b * self.scaling[names[0]])
 
     def resolve_lora_variant(self, *, config: LoraConfig, **kwargs: Any) -> LoraVariant | None:
         """Ours for a fork adapter; a plain LoRA beside it gets PEFT's."""

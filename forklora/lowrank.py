@@ -27,13 +27,17 @@ def add_low_rank(
         return _AddLowRank.apply(result, x, a, b, scaling)
 
 
+def split_factor(a: Float[Tensor, "r i"], narrow: torch.dtype) -> tuple[Float[Tensor, "r i"], Float[Tensor, "r i"]]:
+    """Two narrow tensors that add up to a wide one, up to the square of the narrow precision."""
+    coarse = a.to(narrow)
+    return coarse, (a - coarse.to(a.dtype)).to(narrow)
+
+
 def _reduced(x: Tensor, a: Tensor) -> Tensor:
     """``x a^T`` without widening a narrow ``x``: the factor is split into two narrow parts that add up to it."""
     if x.dtype not in (torch.bfloat16, torch.float16):
         return x.to(a.dtype) @ a.T
-    coarse = a.to(x.dtype)
-    fine = (a - coarse.to(a.dtype)).to(x.dtype)
-    both = x @ torch.cat([coarse, fine]).T
+    both = x @ torch.cat(split_factor(a, x.dtype)).T
     return both[:, : len(a)].to(a.dtype) + both[:, len(a) :]
 
 
