@@ -208,8 +208,9 @@ class ForkLinear(Linear):
         dropped = self.training and any(isinstance(self.lora_dropout[n], nn.Dropout) for n in names)
         if dropped or len(names) != 1 or not isinstance(self.lora_variant.get(names[0]), ForkVariant):
             return None
-        a, b = self.lora_A[names[0]].weight, self.lora_B[names[0]].weight
-        return LinearMap(base.weight, base.bias, a, b * self.scaling[names[0]])
+        a: Any = self.lora_A[names[0]]
+        b: Any = self.lora_B[names[0]]
+        return LinearMap(base.weight, base.bias, a.weight, b.weight * self.scaling[names[0]])
 
     def resolve_lora_variant(self, *, config: LoraConfig, **kwargs: Any) -> LoraVariant | None:
         """Ours for a fork adapter; a plain LoRA beside it gets PEFT's."""
