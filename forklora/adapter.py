@@ -21,22 +21,18 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import Linear, LoraLayer, LoraVariant
-from peft.tuners.tuners_utils import (
-    BaseTunerLayer,
-    _get_in_out_features,
-    _maybe_include_all_linear_layers,
-    check_target_module_exists,
-)
-from peft.utils.constants import EMBEDDING_LAYER_NAMES
+from peft.tuners.tuners_utils import _get_in_out_features
+from peft.utils.other import get_pattern_key
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from forklora.gathering import announce, kept_whole
 from forklora.lowrank import add_low_rank
 from forklora.packing import LinearMap
-from forklora.spanned import SpannedLinear, leading, sides
+from forklora.spanned import PlainSlot, SpannedLinear, leading, sides
+from forklora.targets import HEADS, inner, refuse_head, refuse_idle_patterns, refuse_layer, target_layers
 
 KINDS = ("span", "core", "inputs", "block")
-_HEADS = (*EMBEDDING_LAYER_NAMES, "embed_out")
 # LoRA options whose meaning for a fixed basis is undefined: refused by name instead of half working.
 _REFUSED = {
     "use_dora": False, "lora_bias": False, "use_bdlora": None, "arrow_config": None, "alora_invocation_tokens": None,
@@ -93,7 +89,9 @@ class ForkLoraConfig(LoraConfig):
             raise ValueError(
                 f"width={self.width} output directions cannot carry rank r={self.r}: width must be r or more."
             )
-        layers: dict[Any, Any] = {nn.Linear: ForkLinear, Conv1D: ForkLinear, nn.Module: _refuse_layer}
+        if self.bases is not None:
+            refuse_idle_patterns(self, self.bases)
+        layers: dict[Any, Any] = {nn.Linear: ForkLinear, Conv1D: ForkLinear, nn.Module: refuse_layer}
         self._register_custom_module(layers)
 
     @property
@@ -106,6 +104,13 @@ class ForkLoraConfig(LoraConfig):
     def input_width(self) -> int:
         """Input directions the kind needs by default: 0 for ``span`` and ``core``."""
         return self.r if self.kind in ("inputs", "block") else 0
+
+    def directions(self, layer: str) -> tuple[int, int]:
+        """Output and input directions that the adapter of one layer starts from, by the layer's own rank."""
+        ranks = self.rank_pattern or {}
+        r = ranks.get(get_pattern_key(list(ranks), layer), self.r)
+        output = {"span": r, "inputs": 0}.get(self.kind, max(self.output_width, r))
+        return output, r if self.kind in ("inputs", "block") else 0
 
     def to_dict(self) -> dict[str, Any]:
         """What goes into ``adapter_config.json``: keys of ``LoraConfig`` only, so that stock PEFT loads it."""
@@ -129,35 +134,30 @@ class ForkVariant(LoraVariant):
         **kwargs: Any,
     ) -> None:
         """Called by PEFT at the end of ``update_layer``: put the layer's bases into ``lora_A`` and ``lora_B``."""
-        layer, r = kwargs["target_name"], module.r[adapter_name]
-        _refuse_head(layer, layer.rpartition(".")[2] in _HEADS)
-        # PEFT has cast both slots to the base's dtype; bases are kept in float32, and so are small steps
-        a, b = (slots[adapter_name].float() for slots in (module.lora_A, module.lora_B))
-        width = max(config.output_width, r)
-        output, input_ = sides(
-            config.bases, kind=config.kind, layer=layer, shape=(module.out_features, module.in_features)
-        )
-        frozen: list[str] = []
-        nn.init.zeros_(a.weight)
-        nn.init.zeros_(b.weight)
-        if config.kind in ("inputs", "block"):
-            a.weight.data.copy_(leading(input_, r, where=f"{layer}, input side").T)
-            frozen.append("lora_A")
-        if config.kind == "span":
-            b.weight.data.copy_(leading(output, r, where=f"{layer}, output side"))
-            frozen.append("lora_B")
-        if config.kind in ("core", "block"):
-            basis = leading(output, width, where=f"{layer}, output side").to(b.weight.device, torch.float32)
-            core = torch.eye(width, r) if config.kind == "core" else torch.zeros(width, r)
-            module.lora_B[adapter_name] = SpannedLinear(basis, core.to(basis), train_basis=config.train_basis)
+        layer = kwargs["target_name"]
+        refuse_head(layer, layer.rpartition(".")[2] in HEADS)
+        start = starts(module, config, layer=layer)
+        for name in ("lora_A", "lora_B"):
+            slots = getattr(module, name)
+            made = slots[adapter_name].weight  # PEFT has cast it to the base's precision, and may cast it up again
+            first = start.get(name, torch.zeros(made.shape, dtype=torch.float32)).to(made.device)
+            slot: Any = PlainSlot(first)
+            if name == "lora_B" and config.kind in ("core", "block"):
+                shape = first.shape[1], module.r[adapter_name]
+                core = torch.eye(*shape) if config.kind == "core" else torch.zeros(*shape)
+                slot = SpannedLinear(first, core.to(first), train_basis=config.train_basis)
+            slots[adapter_name] = slot.narrowed(made.dtype)
         if not config.train_basis:
+            frozen = tuple(n for n in start if isinstance(getattr(module, n)[adapter_name], PlainSlot))
             owned = {name: tuple(kept) for name, kept in module.frozen_peft_weight_names.items()}
-            module.frozen_peft_weight_names = {**owned, adapter_name: tuple(frozen)}
+            module.frozen_peft_weight_names = {**owned, adapter_name: frozen}
 
     @staticmethod
     def forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **_: Any) -> Tensor:  # noqa: ANN401
         """``result + s B (A x)``."""
-        a, b = module.lora_A[active_adapter].weight, module.lora_B[active_adapter].weight
+        slots = module.lora_A[active_adapter], module.lora_B[active_adapter]
+        announce(module, *slots)
+        a, b = (slot.weight for slot in slots)
         x = module.lora_dropout[active_adapter](x)
         return add_low_rank(result, x, a=a, b=b, scaling=module.scaling[active_adapter])
 
@@ -181,7 +181,7 @@ class ForkLinear(Linear):
     """PEFT's LoRA layer for ``Linear`` and ``Conv1D`` that also knows the fork variant."""
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:  # noqa: ANN401
-        transposed = isinstance(_inner(base_layer), Conv1D)
+        transposed = isinstance(inner(base_layer), Conv1D)
         super().__init__(base_layer, adapter_name, config=config, is_target_conv_1d_layer=transposed, **kwargs)
         self.fan_in_fan_out = transposed
 
@@ -189,7 +189,7 @@ class ForkLinear(Linear):
         """As PEFT's; the random start it draws for slots that the bases fill leaves no trace in the random states."""
         weight = self.get_base_layer().weight
         devices = [weight.device] if weight.is_cuda else []
-        with torch.random.fork_rng(devices, enabled=isinstance(config, ForkLoraConfig)):
+        with kept_whole(), torch.random.fork_rng(devices, enabled=isinstance(config, ForkLoraConfig)):
             super().update_layer(*args, config=config, **kwargs)
 
     def _cast_input_dtype(self, x: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401
@@ -210,6 +210,8 @@ class ForkLinear(Linear):
             return None
         a: Any = self.lora_A[names[0]]
         b: Any = self.lora_B[names[0]]
+        if not all(p.numel() for p in (base.weight, *a.parameters(), *b.parameters())):
+            return None  # in pieces under ZeRO-3
         return LinearMap(base.weight, base.bias, a.weight, b.weight * self.scaling[names[0]])
 
     def resolve_lora_variant(self, *, config: LoraConfig, **kwargs: Any) -> LoraVariant | None:
@@ -238,7 +240,7 @@ def add_fork_lora(
     for name in target_layers(model, chosen):  # before the first layer is changed
         if isinstance(layers[name], LoraLayer) and not isinstance(layers[name], ForkLinear):
             raise ValueError(f"{name} already has a plain LoRA layer: put the fork adapter on first, LoRA beside it.")
-        d_in, d_out = _get_in_out_features(_inner(layers[name]))
+        d_in, d_out = _get_in_out_features(inner(layers[name]))
         sides(chosen.bases, kind=chosen.kind, layer=name, shape=(d_out or 0, d_in or 0))
     if isinstance(model, PeftModel):
         model.add_adapter(adapter_name, chosen)
@@ -246,46 +248,21 @@ def add_fork_lora(
     return get_peft_model(model, chosen, adapter_name=adapter_name)
 
 
-def target_layers(model: nn.Module, config: LoraConfig) -> list[str]:
-    """Names of the linear layers that PEFT will adapt under this configuration, before anything is built.
-
-    PEFT's own private functions are asked, so that the answer cannot differ from what PEFT does later.
+def starts(module: Any, config: ForkLoraConfig, *, layer: str) -> dict[str, Tensor]:  # noqa: ANN401
+    """What the bases put into PEFT's slots of one layer: ``U [d_out, k]`` for lora_B, ``Q^T [r, d_in]`` for lora_A.
 
     Raises:
-        ValueError: nothing matches, or the embeddings or the head are targeted.
+        ValueError: the layer has no basis, or one that does not fit.
     """
-    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    chosen = _maybe_include_all_linear_layers(replace(config), base)
-    ends = (base.get_input_embeddings(), base.get_output_embeddings()) if hasattr(base, "get_input_embeddings") else ()
-    found: list[str] = []
-    for name, module in base.named_modules():
-        if ".base_layer" in name or ".lora_" in name or not check_target_module_exists(chosen, name):
-            continue
-        _refuse_head(name, module in ends)
-        if isinstance(_inner(module), nn.Linear | Conv1D):
-            found.append(name)
-    if not found:
-        raise ValueError(f"target_modules={config.target_modules!r} matches no linear layer of {type(model).__name__}.")
+    shape = (module.out_features, module.in_features)
+    output, input_ = sides(config.bases, kind=config.kind, layer=layer, shape=shape)
+    k, m = config.directions(layer)
+    found = {}
+    if m:
+        found["lora_A"] = leading(input_, m, where=f"{layer}, input side").T.contiguous()
+    if k:
+        found["lora_B"] = leading(output, k, where=f"{layer}, output side")
     return found
-
-
-def _refuse_layer(target: nn.Module, *_: Any, **kwargs: Any) -> nn.Module:  # noqa: ANN401
-    """Stands in PEFT's table for all types of layers that have no fork adapter."""
-    name, type_ = kwargs["target_name"], type(_inner(target)).__name__
-    _refuse_head(name, isinstance(_inner(target), nn.Embedding))
-    raise ValueError(f"{name} is a {type_}: fork adapters are for linear layers; leave it out of target_modules.")
-
-
-def _refuse_head(name: str, is_head: bool) -> None:
-    if is_head:
-        raise ValueError(
-            f"{name} is the embedding or the unembedding: the bases are read off its rows and would go stale once it "
-            "is adapted. Leave it out of target_modules."
-        )
-
-
-def _inner(module: nn.Module) -> nn.Module:
-    return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
 
 
 def _delta(module: Any, adapter: str, weight: Tensor) -> Tensor:  # noqa: ANN401

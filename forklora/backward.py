@@ -46,10 +46,10 @@ def residual_writers(model: nn.Module, width: int) -> list[str]:
 
 
 def layer_shape(module: Any) -> tuple[int, int]:  # noqa: ANN401 - a linear layer of any library
-    """``(d_out, d_in)`` of a linear layer, also of quantized ones and of GPT-2's transposed ``Conv1D``."""
+    """``(d_out, d_in)`` of a linear layer, also quantized, partitioned, or transposed as GPT-2's ``Conv1D`` is."""
     if hasattr(module, "out_features"):
         return int(module.out_features), int(module.in_features)
-    d_in, d_out = module.weight.shape
+    d_in, d_out = getattr(module.weight, "ds_shape", module.weight.shape)
     return int(d_out), int(d_in)
 
 
@@ -219,9 +219,12 @@ def _plain_hidden(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
     return caught[0]
 
 
-def pseudo_advantages(group: Tensor) -> Float[Tensor, " n"]:
-    """Random signals with mean zero in each group, scaled so that each has variance one: ``[n]``."""
-    draw = torch.randn(len(group))
+def pseudo_advantages(group: Tensor, draw: Float[Tensor, " n"] | None = None) -> Float[Tensor, " n"]:
+    """Random signals with mean zero in each group, scaled so that each has variance one: ``[n]``.
+
+    They are made from normal numbers: ``draw``, or such of torch's global generator.
+    """
+    draw = torch.randn(len(group)) if draw is None else draw
     _, index = torch.unique(group, return_inverse=True)
     count = torch.zeros(int(index.max()) + 1).index_add(0, index, torch.ones(len(group)))[index]
     mean = torch.zeros(int(index.max()) + 1).index_add(0, index, draw)[index] / count

@@ -4,13 +4,15 @@ Decisions: every rollout gets a pseudo-advantage (random, mean zero in its group
 is run on the centered loss; each layer's weight gradient ``G_i`` of rollout ``i`` goes into additive sketches of
 ``S = sum G_i G_i^T`` (output side) and ``H = sum G_i^T G_i`` (input side), without being formed. These hold more of a
 held-out policy gradient than the sums over positions, ``sum g g^T`` and ``sum |g|^2 x x^T``, that suggest themselves.
-Sums are kept, never d x d matrices, and what was accumulated on several ranks is added up before any eigenvector is
-read.
+Sums are kept, never d x d matrices. On several ranks each rolls out its own prompts, the sums of all are added up, and
+rank 0 reads the eigenvectors for all of them. What is drawn for a prompt depends on the seed and on its place among the
+prompts of all ranks, so that the bases do not depend on how many ranks there are.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,16 +20,18 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from forklora.archive import load_tensors, save_tensors
 from forklora.backward import LayerSums, linear_layers, pseudo_advantages, residual_signal, residual_writers
+from forklora.collective import all_or_none, from_first, rank, ranks, summed
 from forklora.forks import find_forks
-from forklora.rollouts import Sampler, sample
+from forklora.gathering import callable_alone, fetched
+from forklora.rollouts import Luck, Sampler, sample
 from forklora.sketch import Sketch
 from forklora.trace import Trace
-from forklora.unembed import read_unembedding
+from forklora.unembed import read_unembedding, unwrap
 
 _NO_FORKS = (
     "no forks: at every position the sampler was sure of its token, so nothing flows back. Use other prompts, more of "
@@ -145,35 +149,84 @@ def collect_bases(
 ) -> Bases:
     """Roll out the model on the prompts, find its forks and build the bases of every target layer.
 
+    Where a process group exists every rank must call this, with its own prompts (``prompts[rank::ranks]``) or none, and
+    gets the same bases bit for bit: those of all rollouts together. Weights in pieces under ZeRO-3 are whole meanwhile:
+    every rank holds the whole model, as it does in generation by TRL's default.
+
     Args:
         model: base model, bare or wrapped; its weights, gradients and mode are as before afterwards.
         tokenizer: encodes prompts that are strings or chat messages; token lists are taken as they are.
-        prompts: what to complete; more prompts mean better bases.
+        prompts: what to complete on this rank; more prompts mean better bases.
         config: how many directions, which layers, which seed.
         sampler: the policy's own sampling settings.
 
     Raises:
-        ValueError: no forks at all, fewer directions than asked for, or an unknown layer name.
+        ValueError: no forks on any rank, fewer directions than asked for, an unknown layer name, or a model whose
+            weights an engine's hooks fetch layer by layer: ranks call it unequally often here.
+        RuntimeError: another rank failed.
     """
+    base = unwrap(model)  # a wrapper's own forward may be a collective
+    if fetched(base):
+        raise ValueError(
+            "the model is in a ZeRO-3 engine already: collect bases before deepspeed.initialize, or load saved ones."
+        )
+    with all_or_none("collecting bases"), callable_alone(base):
+        sums, counts = _roll_out(base, tokenizer, prompts, config=config, sampler=sampler)
+    sums.all_reduce()
+    facts = {name: summed(count) for name, count in counts.items()}
+    if facts["forks"] == 0:
+        raise ValueError(_NO_FORKS)
+    facts |= {"seed": config.seed, "group": config.group}
+    settings = {"output": config.output, "input": config.input, "facts": {k: str(v) for k, v in facts.items()}}
+    return from_first(lambda: read_bases(sums, **settings))
+
+
+def _roll_out(
+    model: nn.Module,
+    tokenizer: Any,  # noqa: ANN401
+    prompts: Sequence[Any],
+    *,
+    config: BasisConfig,
+    sampler: Sampler,
+) -> tuple[LayerSums, dict[str, int]]:
+    """Sums and counts of this rank's own rollouts."""
     head = read_unembedding(model, tokenizer)
     layers = linear_layers(model) if config.layers is None else list(config.layers)
     width = config.width or max(32, 4 * max(config.output, config.input))
     sums = LayerSums(model, layers, hidden=head.width, width=width, seed=config.seed)
     ids = [encode(tokenizer, p) for p in prompts]
-    forks = rollouts = 0
+    counts = {"rollouts": 0, "forks": 0, "prompts": len(ids)}
     starts = range(0, len(ids), config.batch)
-    with seeded(config.seed + _rank()):
+    with seeded(config.seed):  # for processors of the sampler's own
         for i in tqdm(starts, desc="forks", unit="batch", disable=not config.progress, leave=False):
             chunk = ids[i : i + config.batch]
-            trace = sample(model, chunk, sampler=sampler, group=config.group, unembedding=head)
-            sums.add(model, trace, advantages=pseudo_advantages(trace.group))
-            forks, rollouts = forks + len(find_forks(trace)), rollouts + len(trace)
-    sums.all_reduce()
-    forks = summed(forks)
-    if forks == 0:
-        raise ValueError(_NO_FORKS)
-    facts = {"seed": config.seed, "rollouts": rollouts, "forks": forks, "prompts": len(ids), "group": config.group}
-    return read_bases(sums, output=config.output, input=config.input, facts={k: str(v) for k, v in facts.items()})
+            places = [rank() + ranks() * j for j in range(i, i + len(chunk))]
+            luck, advantages = drawn(places, group=config.group, length=sampler.max_new_tokens, seed=config.seed)
+            trace = sample(model, chunk, sampler=sampler, group=config.group, unembedding=head, luck=luck)
+            sums.add(model, trace, advantages=advantages)
+            counts["forks"] += len(find_forks(trace))
+            counts["rollouts"] += len(trace)
+    return sums, counts
+
+
+def drawn(places: Sequence[int], *, group: int, length: int, seed: int) -> tuple[Luck, Float[Tensor, " n"]]:
+    """Random numbers for the rollouts of prompts, and their pseudo-advantages, by each prompt's place among all.
+
+    Args:
+        places: of the prompts; nothing else of them counts.
+        group: completions per prompt.
+        length: longest completion.
+        seed: of all.
+    """
+    numbers, draws = [], []
+    for place in places:
+        digest = hashlib.sha256(f"{seed}/{place}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        numbers.append(torch.rand(group, length, dtype=torch.float64, generator=generator))
+        draws.append(torch.randn(group, generator=generator))
+    every = torch.cat(numbers)
+    groups = torch.arange(len(places)).repeat_interleave(group)
+    return lambda t: every[:, t], pseudo_advantages(groups, torch.cat(draws))
 
 
 def read_bases(sums: LayerSums, *, output: int, input: int, facts: dict[str, str]) -> Bases:  # noqa: A002
@@ -202,12 +255,14 @@ def identity_span(model: nn.Module, traces: Sequence[Trace], *, output: int, see
     """The cheap basis: leading directions of the signal past the final norm, for all layers that write into the stream.
 
     Exact for the layer below the final norm, a poor guide further down (there only the carried span is right). No
-    backward pass through the model. ``{layer: U [d, output]}``.
+    backward pass through the model. ``{layer: U [d, output]}``. Of weights in pieces every rank holds the whole
+    meanwhile, and must call this.
     """
     head = read_unembedding(model, check=False)
     sketch = Sketch(head.width, width=min(head.width, max(64, 4 * output)), seed=seed)
-    for trace in traces:
-        sketch.add(residual_signal(model, trace))
+    with callable_alone(unwrap(model)):
+        for trace in traces:
+            sketch.add(residual_signal(model, trace))
     _, basis = sketch.eigenbasis(output)
     return {name: basis for name in residual_writers(model, head.width)}
 
@@ -221,20 +276,6 @@ def encode(tokenizer: Any, prompt: Any, **settings: Any) -> list[int]:  # noqa: 
             tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True, **settings)["input_ids"]
         )
     return [int(i) for i in prompt]
-
-
-def summed(count: int) -> int:
-    """Sum of a count over all ranks; every rank calls this, whatever it has counted."""
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return count
-    counts: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(counts, count)
-    return sum(counts)
-
-
-def _rank() -> int:
-    """Ranks draw different rollouts; their sketches share one seed, or they could not be added up."""
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 Decisions: the prompts go through the model once with a cache, and the completions continue from it; gradients flow
 through it. On a CPU the cache is shared by the rows of a group, elsewhere it is repeated by row index. Where a model or
-setting has no such cache (recurrent states, gradient checkpointing, weights partitioned by ZeRO-3), prompt and
+setting has no such cache (recurrent states, gradient checkpointing, weights in pieces under ZeRO-3), prompt and
 completion go through together, row by row, with the same result, and this is said once.
 """
 
@@ -21,8 +21,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from forklora.attention import CannotShare
+from forklora.gathering import fetched, partitioned
 from forklora.passes import same_prompt
-from forklora.unembed import hidden_only, output_head, unwrap
+from forklora.unembed import hidden_only, unwrap
 
 _OWN_WAY: WeakSet[nn.Module] = WeakSet()  # models whose attention refused to share
 _CACHES = ("past_key_values", "cache", "cache_params")
@@ -63,7 +64,7 @@ class Calls:
         hurdles = {
             "gradient checkpointing is on": base.training and getattr(base, "is_activation_checkpointing", False),
             # every rank must call the model equally often, which depends on lengths if prompts are shared
-            "its weights are partitioned (ZeRO-3)": hasattr(output_head(model).weight, "ds_id"),
+            "its weights are partitioned (ZeRO-3)": fetched(base) or any(map(partitioned, base.parameters())),
             "it keeps states that cannot be repeated": getattr(base, "_is_stateful", False) or not all(rows),
             "it is an encoder-decoder": base.config.is_encoder_decoder,
         }

@@ -77,7 +77,7 @@ def _map(module: nn.Module) -> LinearMap | None:
 
 
 def _fits(weight: Tensor) -> bool:
-    whole = not hasattr(weight, "ds_id")  # what ZeRO-3 has partitioned is empty between calls
+    whole = weight.numel() > 0  # what ZeRO-3 has partitioned is empty between calls
     return whole and weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and not weight.requires_grad
 
 

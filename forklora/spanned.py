@@ -8,9 +8,45 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forklora.gathering import partitioned, whole
 
-class SpannedLinear(nn.Module):
+
+class Recalled(nn.Module):
+    """A slot of an adapter, in the base's precision; cast up to float32 by PEFT, it gets back the digits it had before.
+
+    PEFT makes an adapter in the base's precision and casts it up afterwards, unless it was told not to
+    (``autocast_adapter_dtype=False``). A basis that went through bfloat16 would be none any more.
+    """
+
+    def narrowed(self, dtype: torch.dtype) -> Any:  # noqa: ANN401 - itself
+        """Cast the parameters to the base's precision, and keep in mind what that rounds away."""
+        exact = {n: p.detach() for n, p in self.named_parameters(recurse=False)}
+        for name, parameter in self.named_parameters(recurse=False):
+            parameter.data = exact[name].to(dtype)
+        rounded = {n: t for n, t in exact.items() if not t.is_meta and not torch.equal(t.to(dtype).to(t), t)}
+        object.__setattr__(self, "_exact", rounded)
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401
+        exact = self.__dict__.get("_exact", {}).pop(name, None)
+        if exact is not None and isinstance(value, nn.Parameter) and value.dtype == exact.dtype:
+            value.data = exact.to(value.device)
+        super().__setattr__(name, value)
+
+
+class PlainSlot(Recalled, nn.Linear):
+    """PEFT's own kind of slot, a bias-free linear layer, with a given weight ``[out, in]``."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.weight = nn.Parameter(weight)
+
+
+class SpannedLinear(Recalled):
     """A bias-free linear map ``x -> U (core x)`` with a fixed ``U``, which states itself as one plain ``weight``.
+
+    Its state is the product alone, so that it is an ordinary LoRA's. The tensor carries its factors as an attribute,
+    which ``torch.save`` keeps and safetensors drops: so a checkpoint comes back bit for bit.
 
     Args:
         basis: ``U [d_out, k]``, orthonormal columns.
@@ -29,7 +65,7 @@ class SpannedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """``U C [d_out, r]``."""
-        return self.basis @ self.core.to(self.basis.dtype)
+        return _product(self.basis, self.core)
 
     @property
     def bias(self) -> None:
@@ -41,8 +77,16 @@ class SpannedLinear(nn.Module):
         return nn.functional.linear(nn.functional.linear(x, self.core), self.basis)
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
-        weight = self.weight
-        destination[prefix + "weight"] = weight if keep_vars else weight.detach()
+        if partitioned(self.core):  # like the parameters beside it: empty, and its pieces are saved elsewhere
+            destination[prefix + "weight"] = self.core.new_empty(0)
+            return
+        weight: Any = self.weight if keep_vars else self.weight.detach()
+        weight.factors = self._factors()
+        destination[prefix + "weight"] = weight
+
+    def _factors(self) -> tuple[Tensor, ...]:
+        kept = (self.core, self.basis) if isinstance(self.basis, nn.Parameter) else (self.core,)
+        return tuple(factor.detach().clone() for factor in kept)
 
     def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes them by position
         self, state_dict: dict[str, Tensor], prefix: str, *args: Any
@@ -51,22 +95,32 @@ class SpannedLinear(nn.Module):
         weight = state_dict.get(prefix + "weight")
         if weight is None:
             missing.append(prefix + "weight")
-            return
+        elif weight.numel() > 0 or not partitioned(self.core):
+            with whole(*self.parameters(), write=True), torch.no_grad():
+                errors += [f"{prefix}{error}" for error in self._take(weight)]
+
+    def _take(self, weight: Tensor) -> list[str]:
+        """Make this the weight, or say why not."""
         expected = (self.basis.shape[0], self.core.shape[1])
         if tuple(weight.shape) != expected:
-            errors.append(f"{prefix}weight is {tuple(weight.shape)}, expected {expected}.")
-            return
-        core, basis = factor(
-            weight.to(self.basis.device), self.basis.detach(), free=isinstance(self.basis, nn.Parameter)
-        )
-        if not (basis @ core - weight.to(basis)).norm() <= 1e-3 * weight.norm():
-            errors.append(
-                f"{prefix}weight lies outside the span of this layer's basis: load the bases it was trained with."
-            )
-            return
-        with torch.no_grad():
-            self.core.copy_(core)
-            self.basis.copy_(basis)
+            return [f"weight is {tuple(weight.shape)}, expected {expected}."]
+        free, weight_here = isinstance(self.basis, nn.Parameter), weight.to(self.basis.device)
+        core, basis = self._sent_along(weight) or factor(weight_here, self.basis, free=free)
+        if not (basis.double() @ core.double() - weight_here).norm() <= 1e-3 * weight.norm():
+            return ["weight lies outside the span of this layer's basis: load the bases it was trained with."]
+        self.core.copy_(core)
+        self.basis.copy_(basis)
+        return []
+
+    def _sent_along(self, weight: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The factors that came with the weight, where they are of these sizes and it is their product still."""
+        core, basis = (*(t.to(self.basis.device) for t in getattr(weight, "factors", (self.core,))), self.basis)[:2]
+        fits = core.shape == self.core.shape and basis.shape == self.basis.shape
+        return (core, basis) if fits and torch.equal(_product(basis, core), weight.to(core)) else None
+
+
+def _product(basis: Tensor, core: Tensor) -> Tensor:
+    return (basis @ core.to(basis.dtype)).to(core.dtype)
 
 
 def factor(weight: Tensor, basis: Tensor, *, free: bool) -> tuple[Tensor, Tensor]:
@@ -94,7 +148,8 @@ def leading(basis: Tensor | None, count: int, *, where: str) -> Tensor:
             f"{where}: {count} directions asked for, the basis has {have}. Ask for a lower rank or width, leave the "
             "layer out (exclude_modules), or collect bases with more directions."
         )
-    chosen = basis[:, :count].detach().float().clone()
+    # laid out row by row: DeepSpeed sends parameters round as bytes
+    chosen = basis[:, :count].detach().float().clone(memory_format=torch.contiguous_format)
     error = (chosen.T @ chosen - torch.eye(count, device=chosen.device)).abs().max()
     if not error <= 1e-4:
         raise ValueError(

@@ -17,6 +17,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from forklora.gathering import callable_alone, whole
+
 # Name in a configuration, and whether the logits are divided by it instead of multiplied.
 _SCALES = {"logit_scale": False, "lm_head_multiplier": False, "output_multiplier": False, "logits_scaling": True}
 _CAPS = ("final_logit_softcapping", "logit_softcapping", "output_logit_soft_cap")
@@ -96,19 +98,6 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-@contextlib.contextmanager
-def whole(*parameters: Tensor | None) -> Iterator[None]:
-    """Within the block, parameters partitioned by DeepSpeed ZeRO-3 are whole for reading; others are left alone."""
-    parted = [p for p in parameters if p is not None and hasattr(p, "ds_id")]
-    if not parted:
-        yield
-        return
-    from deepspeed import zero
-
-    with zero.GatheredParameters(parted):
-        yield
 
 
 @dataclass(frozen=True)
@@ -222,7 +211,7 @@ def read_unembedding(model: nn.Module, tokenizer: Any = None, *, check: bool = T
     Args:
         model: the model, bare or wrapped (PeftModel, DDP, DeepSpeedEngine).
         tokenizer: tells how many rows are real tokens; None takes every finite, nonzero row.
-        check: run the model once on eight tokens and compare.
+        check: run the model once on eight tokens and compare. Under ZeRO-3 every rank must call this.
 
     Raises:
         ValueError: no output embedding, an adapted one, or logits that are not ``cap(scale (W h + b))``.
@@ -262,7 +251,7 @@ def _compare(model: nn.Module, found: Unembedding) -> None:
     caught: list[Tensor] = []
     watch = found.head.register_forward_pre_hook(lambda _, args: caught.append(args[0]))
     try:
-        with evaluation_mode(model):
+        with evaluation_mode(model), callable_alone(unwrap(model)):
             theirs = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.float()
     finally:
         watch.remove()

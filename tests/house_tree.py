@@ -15,7 +15,9 @@ from house import PACKAGES, Source, Tree
 
 # Who may import whom inside forklora/. A new room gets a row here.
 ROOMS: dict[str, set[str]] = {
-    "unembed": set(),
+    "unembed": {"gathering"},
+    "gathering": set(),
+    "collective": set(),
     "archive": set(),
     "sketch": set(),
     "losses": set(),
@@ -25,18 +27,20 @@ ROOMS: dict[str, set[str]] = {
     "forks": {"trace"},
     "attention": set(),
     "cache": {"attention", "unembed"},
-    "forward": {"attention", "cache", "passes", "unembed"},
+    "forward": {"attention", "cache", "gathering", "passes", "unembed"},
     "passes": set(),
     "packing": {"lowrank"},
     "drawing": {"unembed"},
     "rollouts": {"attention", "drawing", "forward", "packing", "trace", "unembed"},
     "backward": {"forward", "sketch", "trace", "unembed"},
-    "bases": {"archive", "backward", "forks", "rollouts", "sketch", "trace", "unembed"},
-    "spanned": set(),
+    "bases": {"archive", "backward", "collective", "forks", "gathering", "rollouts", "sketch", "trace", "unembed"},
+    "spanned": {"gathering"},
     "lowrank": set(),
-    "adapter": {"lowrank", "packing", "spanned"},
+    "targets": set(),
+    "adapter": {"gathering", "lowrank", "packing", "spanned", "targets"},
+    "slots": {"adapter", "gathering", "spanned"},
     "attachment": {"adapter", "bases", "rollouts"},
-    "export": {"adapter"},
+    "export": {"adapter", "collective", "gathering"},
 }
 
 FORBIDDEN_NAMES = {"util", "utils", "common", "helper", "helpers", "misc", "core", "base"}

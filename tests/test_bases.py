@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import tiny
-from forklora.backward import linear_layers, pseudo_advantages, residual_signal, residual_writers
-from forklora.bases import Bases, BasisConfig, LayerBasis, collect_bases, encode, identity_span, seeded
+from forklora.backward import linear_layers, residual_signal, residual_writers
+from forklora.bases import Bases, BasisConfig, LayerBasis, collect_bases, drawn, encode, identity_span, seeded
 from forklora.rollouts import Sampler, sample
 from test_backward import dense_sums, row_by_row
 from tiny import HIDDEN, close
@@ -39,9 +39,8 @@ def test_bases_are_the_eigenvectors_of_the_dense_sums(kind):
     net, tokenizer = tiny.model(kind), tiny.tokenizer()
     config = BasisConfig(output=3, input=2, group=3, batch=6, progress=False, seed=5)
     bases = collect(net, config)
-    with seeded(5):
-        trace = sample(net, [encode(tokenizer, p) for p in PROMPTS], sampler=SAMPLER, group=3)
-        advantages = pseudo_advantages(trace.group)
+    luck, advantages = drawn(range(6), group=3, length=4, seed=5)
+    trace = sample(net, [encode(tokenizer, p) for p in PROMPTS], sampler=SAMPLER, group=3, luck=luck)
     rows = row_by_row(net, trace, advantages=advantages, layers=linear_layers(net))
     assert sorted(bases) == sorted(linear_layers(net))
     for name, basis in bases.items():
@@ -114,6 +113,25 @@ def test_the_seed_alone_decides():
     equal(*found)
     other = collect(net, BasisConfig(output=3, input=3, group=4, batch=3, progress=False, seed=6))
     assert not torch.equal(other.spectrum, found[0].spectrum)
+
+
+def test_the_size_of_a_batch_does_not_matter():
+    one, other = (
+        collect(tiny.model(), BasisConfig(output=3, input=3, group=4, batch=b, progress=False)) for b in (1, 8)
+    )
+    assert one.facts == other.facts
+    for name, basis in one.items():
+        close(basis.output_values, other[name].output_values, 1e-4)
+        close(basis.input @ basis.input.T, other[name].input @ other[name].input.T, 1e-3)
+
+
+def test_numbers_of_a_prompt_depend_on_its_place_and_the_seed_only():
+    luck, advantages = drawn([4, 9, 2], group=3, length=5, seed=1)
+    alone, one = drawn([9], group=3, length=5, seed=1)
+    assert torch.equal(luck(3)[3:6], alone(3)) and torch.equal(advantages[3:6], one)
+    assert len({float(x) for t in range(5) for x in luck(t)}) == 45
+    assert not torch.equal(drawn([9], group=3, length=5, seed=2)[0](3), alone(3))
+    close(advantages.view(3, 3).sum(1) + 1, torch.ones(3))
 
 
 def test_saved_bases_come_back_bit_for_bit(tmp_path):
