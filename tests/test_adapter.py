@@ -142,6 +142,8 @@ def test_the_base_is_never_touched(kind, trained, tmp_path):
     assert fingerprints(model) == before
     train(model, optimizer=torch.optim.AdamW, lr=0.01, weight_decay=0.1)
     assert fingerprints(model) == before
+    with model.disable_adapter():
+        assert torch.equal(logits(model), logits(llama()))
     model.save_pretrained(tmp_path)
     assert fingerprints(model) == before
     assert fingerprints(model.unload()) == before

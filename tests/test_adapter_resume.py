@@ -1,10 +1,9 @@
 """The set of trained tensors, and the base, survive a resume of somebody else's trainer."""
 
 import pytest
-import torch
 from transformers import Trainer, TrainingArguments
 
-from tiny_policy import FORMS, adapted, fingerprints, llama, tokens, trainable
+from tiny_policy import FORMS, adapted, deltas, fingerprints, llama, tokens, trainable
 
 
 def trainer_on(model, folder, *, steps):
@@ -22,17 +21,15 @@ def test_a_resumed_trainer_trains_the_same_tensors_and_leaves_the_base(kind, tra
     base = fingerprints(llama())
     model, bases = adapted(kind, train_basis=trained)
     expected = trainable(model)
-    trainer_on(model, tmp_path, steps=2).train()
+    trainer_on(model, tmp_path, steps=3).train()
     resumed, _ = adapted(kind, bases=bases, train_basis=trained)
     trainer = trainer_on(resumed, tmp_path, steps=3)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert trainer.state.global_step == 3
     assert trainable(resumed) == expected
     assert fingerprints(resumed) == base
-    ours = {n: p for n, p in resumed.named_parameters() if "lora_" in n}
-    moved = {n.partition("lora_")[2] for n, p in ours.items() if p.grad is not None}
-    assert {f"lora_{n.replace('.default.', '.')}" for n in moved} <= expected
-    # it went on from where it was, not from the start
-    model.train()
-    trainer_on(model, tmp_path / "on", steps=1)
-    assert trainer.state.global_step == 3
-    assert all(torch.isfinite(p).all() for p in ours.values())
+    found, whole = deltas(resumed), deltas(model)
+    # how a product with a trained basis was split is not in an ordinary LoRA, and Adam's steps depend on it
+    tolerance = 0.2 if trained and kind in ("core", "block") else 1e-3
+    for name, delta in whole.items():
+        assert (found[name] - delta).norm() < tolerance * delta.norm()

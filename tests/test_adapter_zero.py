@@ -6,11 +6,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from forklora.bases import BasisConfig, collect_bases
 from forklora.export import save_plain_lora
+from forklora.forward import Calls
 from forklora.gathering import partitioned, whole
-from forklora.unembed import unwrap
+from forklora.rollouts import Sampler
+from forklora.slots import put_bases
+from forklora.unembed import read_unembedding, unwrap
 from ranks import engine, together
-from tiny_policy import FORMS, adapted, llama, loss_of, shake, tokens
+from tiny_policy import FORMS, adapted, llama, loss_of, random_bases, shake, tokens
 
 pytest.importorskip("deepspeed")
 
@@ -18,8 +22,10 @@ SOME = [("span", False), ("inputs", False), ("core", True), ("block", False)]
 CORES = [("core", False), ("block", True)]  # whose slots are not plain layers
 
 
-def net(kind, trained, **options):
-    return adapted(kind, model=llama(tied=False), train_basis=trained, lora_alpha=3, **options)[0]
+def net(kind, trained, *, bases=0, dtype=torch.float32):
+    model = llama(tied=False, dtype=dtype)
+    drawn = random_bases(model, seed=bases)
+    return adapted(kind, model=model, bases=drawn, train_basis=trained, lora_alpha=3)[0]
 
 
 def numbers(model):
@@ -54,6 +60,16 @@ def apart(running, plain, ids):
     return float((found - expected).abs().max() / expected.abs().max())
 
 
+def refusal(running):
+    """What collecting bases on a running engine says."""
+    sampler, config = Sampler(max_new_tokens=3), BasisConfig(output=2, input=2, group=4, progress=False)
+    try:
+        collect_bases(running, None, tokens().tolist(), config=config, sampler=sampler)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def tried(stages, forms):
     """Per stage and form: how far outputs, gradients and steps are from those of the plain model."""
     found = {}
@@ -74,6 +90,12 @@ def tried(stages, forms):
                 optimizer.step()
                 far[f"logits {step}"] = apart(running, plain, ids)
             far["adapter"] = gap(numbers(cut), numbers(plain))
+            head = read_unembedding(running)  # checks itself against the model's logits
+            far["head"] = float(
+                (head.rows(tokens()[0]) - plain.get_output_embeddings().weight[tokens()[0]]).abs().max()
+            )
+            far["shares"] = (stage == 3) == Calls.of(running).shares_prompt
+            far["collects"] = (stage == 3) == (refusal(running) == "")
             found[f"{stage} {kind} {trained}"] = far
             running.destroy()
     return found
@@ -85,6 +107,34 @@ def test_outputs_gradients_and_steps_are_those_of_the_plain_model(stages, forms)
         assert len(found) == len(stages) * len(forms)
         for case, far in found.items():
             assert max(far.values()) < 1e-4, f"{case}: {far}"
+
+
+def narrow():
+    """A bfloat16 base with its float32 adapter under ZeRO-3, small parameters kept whole: DeepSpeed#8072."""
+    plain, cut = (shake(net("core", False, dtype=torch.bfloat16), size=0.1) for _ in range(2))
+    running = engine(cut, 3, zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 100})
+    for model, step in ((plain, None), (running, running.step)):
+        loss = loss_of(model)
+        loss.backward() if step is None else (running.backward(loss), step())
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            if parameter.requires_grad:
+                parameter -= 0.1 * parameter.grad
+    found, expected = numbers(cut), numbers(plain)
+    kinds = {str(t.dtype) for t in found.values()} | {
+        str(p.dtype) for n, p in cut.named_parameters() if "lora_" not in n
+    }
+    return {
+        "gap": gap(found, expected),
+        "dtypes": sorted(kinds),
+        "step": gap(expected, numbers(shake(net("core", False), size=0.1))),
+    }
+
+
+def test_a_bfloat16_base_keeps_its_float32_adapter_under_zero_3():
+    for found in together(narrow):
+        assert found["dtypes"] == ["torch.bfloat16", "torch.float32"]
+        assert found["gap"] < 1e-2 * found["step"]
 
 
 def again(folder, stages, forms):
@@ -100,7 +150,8 @@ def again(folder, stages, forms):
             saved = numbers(first.module)
             walk(first, steps=[2])
             end = numbers(first.module)
-            other = engine(net(kind, trained), stage, **adam)
+            other = engine(net(kind, trained, bases=77), stage, **adam)
+            put_bases(other.module, random_bases(llama(), seed=0))
             other.load_checkpoint(place)
             back = numbers(other.module)
             walk(other, steps=[2])
