@@ -2,9 +2,11 @@
 
     forklora list
     forklora run quickstart steps=5 arms.span.rate=0.1 --json run.json
+    forklora run quickstart deepspeed=zero2 ranks=2
     forklora copy quickstart mine.yaml
     forklora capture mine.yaml
     forklora bench shapes=40/5/8 repeats=3
+    forklora stages stages=0,3 ranks=2
 
 Exit codes: 0 success, 1 something failed on the way, 2 bad input (one screen of text, before any long work),
 130 interrupted. A room is imported by the verb that needs it, so that `list` does not wait for torch.
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 _NEEDED = ("pydantic", "rich", "yaml")
 _OVERRIDES = "changes to the recipe: steps=3, evaluation.prompts=32, arms.0.rate=1e-3, arms.span.rank=2"
 _CHANGES = "changes to what is measured: shapes=40/5/8,64/64/8/4/32, repeats=3, growth=false, model.name=FOLDER"
+_CELLS = "changes to which cells run: stages=none,3, ranks=2, kinds=span, optimizers=sgd,length, dtypes=float32"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,8 +66,10 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     _verb(verbs, "capture", about="share of a held-out policy gradient that reward-free bases and random ones hold")
     bench = _verb(verbs, "bench", about="time and memory of a training step beside TRL's own, and how ours grows")
     bench.add_argument("--overwrite", action="store_true", help="measure again what that folder holds already")
+    stages = _verb(verbs, "stages", about="the same update under every DeepSpeed stage: a matrix of tiny real runs")
+    stages.add_argument("--overwrite", action="store_true", help="run again what that folder holds already")
     _verb(verbs, "list", about="the recipes that come with the package")
-    _verb(verbs, "copy", about="copy a recipe, to change it")
+    _verb(verbs, "copy", about="copy a recipe or a DeepSpeed configuration (zero2, ...), to change it")
     options, rest = parser.parse_known_args(arguments)
     # argparse closes the list of overrides at the first option; what follows the option is still meant as one.
     strays = [word for word in rest if word.startswith("-") or "overrides" not in options]
@@ -77,36 +82,37 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _verb(verbs: Any, name: str, *, about: str) -> argparse.ArgumentParser:  # noqa: ANN401 - argparse keeps the type private
     """Adds a verb; the options of a recipe are described in the help of the verbs that take them."""
-    takes_overrides = name in ("run", "capture", "bench")
+    changes = {"run": _OVERRIDES, "capture": _OVERRIDES, "bench": _CHANGES, "stages": _CELLS}.get(name)
     parser = verbs.add_parser(
         name,
         help=about,
         description=f"{about[0].upper()}{about[1:]}.",
-        epilog=_option_help(name) if takes_overrides else None,
+        epilog=_option_help(name) if changes else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    if name not in ("list", "bench"):
+    if name not in ("list", "bench", "stages"):
         parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or a name that `forklora list` shows")
-    if takes_overrides:
-        parser.add_argument(
-            "overrides", metavar="KEY=VALUE", nargs="*", help=_CHANGES if name == "bench" else _OVERRIDES
-        )
+    if changes:
+        parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help=changes)
     if name == "copy":
         parser.add_argument("target", metavar="DEST", nargs="?", type=Path, help="file or folder; here if not given")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the result as JSON")
-    verb = {"run": _run, "capture": _capture, "bench": _bench, "list": _list, "copy": _copy}[name]
-    parser.set_defaults(verb=verb)
+    calls = {"run": _run, "capture": _capture, "bench": _bench, "stages": _stages, "list": _list, "copy": _copy}
+    parser.set_defaults(verb=calls[name])
     return parser
 
 
 def _option_help(verb: str) -> str:
     from forklora.recipes.bench_plan import BenchPlan
     from forklora.recipes.config import Recipe
+    from forklora.recipes.stages_plan import StagesPlan
     from forklora.recipes.wording import described_options
 
-    described = described_options(BenchPlan if verb == "bench" else Recipe)
+    known = {"bench": ("benchmark", BenchPlan), "stages": ("matrix", StagesPlan)}
+    what, group = known.get(verb, ("recipe", Recipe))
+    described = described_options(group)
     lines = [f"  {key} ({kind}; {default})\n      {about}" for key, kind, default, about in described]
-    return "\n".join([f"options of a {'benchmark' if verb == 'bench' else 'recipe'}, with their defaults:", *lines])
+    return "\n".join([f"options of a {what}, with their defaults:", *lines])
 
 
 def _run(options: argparse.Namespace) -> tuple[int, Any]:
@@ -127,6 +133,8 @@ def _run(options: argparse.Namespace) -> tuple[int, Any]:
 
 def _capture(options: argparse.Namespace) -> tuple[int, Any]:
     recipe = _checked_recipe(options)
+    if recipe.deepspeed is not None or recipe.ranks > 1:
+        raise Refusal("capture runs in one process: deepspeed and ranks are for `forklora run`")
     from forklora.recipes.capture import run_capture
 
     result = run_capture(recipe)
@@ -155,6 +163,26 @@ def _bench(options: argparse.Namespace) -> tuple[int, Any]:
     return (1 if failed else 0), result
 
 
+def _stages(options: argparse.Namespace) -> tuple[int, Any]:
+    from forklora.recipes.stages_plan import load_stages
+
+    plan = load_stages(options.overrides)
+    _check_writable(Path(plan.output), "for the output; choose another folder with output=FOLDER")
+    from forklora.recipes.stages import check_stages, run_stages
+    from forklora.recipes.stages_table import CAPTION, failed_cells, stage_rows
+
+    check_stages(plan)
+    result = run_stages(plan, overwrite=options.overwrite)
+    for dtype in plan.dtypes:
+        _show(_table(stage_rows(result, dtype), title=f"base in {dtype}"))
+    print(CAPTION)
+    print(f"cells: {Path(plan.output) / 'stages.json'}")
+    failed = list(failed_cells(result))
+    for line in failed:
+        print(f"forklora: {line}", file=sys.stderr)
+    return (1 if failed else 0), result
+
+
 def _list(_: argparse.Namespace) -> tuple[int, Any]:
     from forklora.recipes.config import Recipe, recipe_paths
     from forklora.recipes.reading import read_yaml
@@ -175,8 +203,9 @@ def _list(_: argparse.Namespace) -> tuple[int, Any]:
 
 def _copy(options: argparse.Namespace) -> tuple[int, Any]:
     from forklora.recipes.config import find_recipe
+    from forklora.recipes.zero import deepspeed_paths
 
-    source = find_recipe(options.recipe)
+    source = deepspeed_paths().get(options.recipe) or find_recipe(options.recipe)
     target = options.target or Path()
     target = target / source.name if target.is_dir() else target
     try:
@@ -187,7 +216,8 @@ def _copy(options: argparse.Namespace) -> tuple[int, Any]:
         raise Refusal(f"{target} exists already and is left as it is; name another file") from error
     except OSError as error:
         raise Refusal(f"cannot write {target}: {error.strerror}") from error
-    print(f"{target}: change it, then `forklora run {target}`")
+    use = f"forklora run {target}" if source.suffix != ".json" else f"forklora run RECIPE deepspeed={target}"
+    print(f"{target}: change it, then `{use}`")
     return 0, {"recipe": str(source), "copy": str(target)}
 
 

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, Self
 from forklora.recipes.reading import RecipeError, parsed_override, put, read_yaml
 from forklora.recipes.tasks import Task, TaskError, task
 from forklora.recipes.wording import complaint, nearest
-from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
+from forklora.recipes.zero import deepspeed_settings
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, field_validator, model_validator
 
 _SHIPPED = Path(__file__).parent
 _MOST_COMPLAINTS = 12
@@ -143,10 +144,29 @@ class Recipe(Closed):
     forks: ForkSpec = ForkSpec()
     arms: Annotated[tuple[Arm, ...], Field(min_length=1), Strict(False)]
     """The adapters to train, one after the other."""
+    ranks: Positive = 1
+    """Processes that train an arm together; each takes its share of a step's prompts, which stays the same step."""
+    deepspeed: str | None = Field(None, min_length=1)
+    """Under DeepSpeed: zero0, zero1, zero2, zero3, zero2_offload, zero3_offload or a JSON file; null is without."""
     seed: int = Field(0, ge=0)
     """Seed of the prompts, the rollouts and the adapters, the same for every arm."""
     output: str = Field("runs/quickstart", min_length=1)
     """Folder for the report and one folder per arm."""
+
+    @field_validator("deepspeed")
+    @classmethod
+    def _leaves_the_arms_alone(cls, value: str | None) -> str | None:
+        deepspeed_settings(value)
+        return value
+
+    @model_validator(mode="after")
+    def _groups_stay_whole(self) -> Self:
+        if self.prompts % self.ranks:
+            raise ValueError(
+                f"prompts = {self.prompts} cannot be shared evenly by ranks = {self.ranks}: every rank takes whole "
+                f"groups; set prompts to a multiple of {self.ranks}, or ranks to a divisor of {self.prompts}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _arms_differ(self) -> Self:

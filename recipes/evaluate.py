@@ -1,9 +1,12 @@
 """Asks a policy the held-out questions of a recipe: accuracy, and a map of the forks of a few answers.
 
 Decisions: the questions come from the validation split and are the same for every arm; sampling has its own seed and
-leaves the training's random state alone; the map shows the policy before training, where the bases come from.
+leaves the training's random state alone; ranks share the questions, and a row's luck depends on its place among all of
+them, so the accuracy does not depend on the number of ranks; the map shows the policy before training, where the bases
+come from.
 """
 
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +15,15 @@ from typing import Any
 import torch
 from forklora.recipes.config import Recipe
 from forklora.recipes.files import write_json
+from forklora.recipes.ranks import all_ranks, gathered, this_rank
 from forklora.recipes.tasks import Split, Task
 from torch import nn
 
 from forklora.bases import encode, seeded
+from forklora.drawing import shared_numbers
 from forklora.rollouts import Sampler, sample, stop_at
 from forklora.trace import Trace
-from forklora.unembed import Unembedding, read_unembedding
+from forklora.unembed import read_unembedding
 
 _BATCH = 32  # prompts sampled together
 _MAPPED = 8  # rollouts on the fork map
@@ -37,13 +42,21 @@ class Examiner:
         self.seconds = 0.0
 
     def accuracy(self, model: nn.Module) -> float:
-        """Mean reward over all questions and samples, at the recipe's own sampling settings."""
+        """Mean reward over all questions and samples, at the recipe's own sampling settings.
+
+        Every rank calls this, with a model whose weights it holds whole, and gets the same number.
+        """
         start, total, n = time.perf_counter(), 0.0, self.samples
         head = read_unembedding(model, self.tokenizer, check=False)
-        with seeded(_SEED):
-            for i in range(0, len(self.prompts), _BATCH):
-                trace = self._ask(model, self.prompts[i : i + _BATCH], n, head)
-                total += sum(self.rewards(trace, first=i, samples=n))
+        rank, ranks = this_rank(), all_ranks()
+        portion = min(_BATCH, math.ceil(len(self.prompts) / ranks))
+        for i in range(rank * portion, len(self.prompts), ranks * portion):
+            prompts = self.prompts[i : i + portion]
+            rows = slice(i * n, (i + len(prompts)) * n)
+            luck = shared_numbers(f"evaluation/{_SEED}", rows=rows, total=len(self.prompts) * n)
+            trace = sample(model, prompts, sampler=self.sampler, group=n, unembedding=head, record=False, luck=luck)
+            total += sum(self.rewards(trace, first=i, samples=n))
+        total = sum(gathered(total))
         self.seconds += time.perf_counter() - start
         return total / (len(self.prompts) * n)
 
@@ -64,9 +77,6 @@ class Examiner:
         trace = replace(trace, reward=torch.tensor(rewards))
         trace.save(folder / "forks.safetensors")
         write_json(folder / "tokens.json", {"rows": [self._row(trace, i) for i in range(len(trace))]})
-
-    def _ask(self, model: nn.Module, prompts: list[list[int]], samples: int, head: Unembedding) -> Trace:
-        return sample(model, prompts, sampler=self.sampler, group=samples, unembedding=head, record=False)
 
     def _row(self, trace: Trace, i: int) -> dict[str, Any]:
         decode = self.tokenizer.decode

@@ -1,4 +1,6 @@
-"""Finds what is wrong with a recipe for its model before anything long: shapes only, no weights are read."""
+"""Finds what is wrong with a recipe for its model and this machine before anything long: no weights are read."""
+
+import importlib.util
 
 import torch
 from forklora.recipes.config import Arm, Recipe
@@ -13,10 +15,14 @@ from forklora.unembed import output_head
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Raise a Refusal, with every complaint, where an arm's adapter does not fit the model.
+    """Raise a Refusal, with every complaint, where an arm's adapter does not fit the model, or ranks the machine.
 
     The model is built from its configuration on the meta device, so the check takes a second whatever its size.
     """
+    if recipe.deepspeed is not None and importlib.util.find_spec("deepspeed") is None:
+        raise Refusal(f'deepspeed={recipe.deepspeed} needs a package: pip install "forklora[deepspeed]"')
+    if torch.cuda.is_available() and torch.cuda.device_count() < recipe.ranks:
+        raise Refusal(f"ranks={recipe.ranks}, but there are {torch.cuda.device_count()} accelerators to train on")
     model = _empty_model(recipe.model.name)
     complaints = [text for arm in recipe.arms if (text := _complaint(model, arm))]
     if complaints:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from forklora.gathering import whole
 from forklora.rollouts import evaluating
 
 _PACKAGES = ("forklora", "torch", "transformers", "peft", "trl", "accelerate", "deepspeed", "datasets")
@@ -66,11 +67,15 @@ def _processor() -> str:
 
 
 def hash_tensors(model: nn.Module) -> str:
-    """SHA-256 of a model's own parameters and buffers, adapters left out, in the order they stand in it."""
+    """SHA-256 of a model's own parameters and buffers, adapters left out, in the order they stand in it.
+
+    Weights partitioned by ZeRO-3 are gathered one after the other: every rank has to call this.
+    """
     digest = hashlib.sha256()
     named = [*model.named_parameters(), *model.named_buffers()]
     for _, tensor in ((n, t) for n, t in named if "lora_" not in n):
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        with whole(tensor):
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

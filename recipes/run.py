@@ -1,21 +1,22 @@
-"""Runs a recipe: every arm in a process of its own, finished ones not again, and one report on top.
+"""Runs a recipe: every arm in processes of its own, finished ones not again, and one report on top.
 
-Decisions: a process per arm gives each its own peak memory and random state, and one crash leaves the others standing;
+Decisions: own processes give each arm its own peak memory and random state, and one crash leaves the others standing;
 a record whose recipe (this arm, and everything the arms share) is the same is kept, anything else is run anew.
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from forklora.recipes.config import Arm, Recipe
 from forklora.recipes.files import write_json
+from forklora.recipes.launch import run_ranks
 from forklora.recipes.provenance import provenance
 from forklora.recipes.report import read_arms, write_report
+from forklora.recipes.zero import deepspeed_settings
 
-_SHARED = ("model", "task", "sampling", "prompts", "group", "steps", "target", "evaluation", "forks", "seed")
+_SHARED = ("model", "task", "sampling", "prompts", "group", "steps", "target", "evaluation", "forks", "seed", "ranks")
+_EARLIER = {"ranks": 1}  # what a record means that was written before there was such a key
 
 
 def run_recipe(recipe: Recipe, *, overwrite: bool = False) -> list[dict[str, Any]]:
@@ -42,12 +43,21 @@ def run_recipe(recipe: Recipe, *, overwrite: bool = False) -> list[dict[str, Any
 def _run_arm(recipe: Recipe, arm: Arm, file: Path) -> None:
     record = Path(recipe.output) / arm.name / "record.json"
     record.unlink(missing_ok=True)
-    done = subprocess.run([sys.executable, "-m", "forklora.recipes.arm", str(file), arm.name], check=False)
-    if not record.exists():
-        # killed before it could say so itself, or it could not even start
-        error = f"the arm's process ended with exit code {done.returncode} and left no record"
+    try:
+        code = run_ranks(recipe, [str(file), arm.name])
+    except KeyboardInterrupt:
+        _record_end(recipe, arm, "interrupted", "KeyboardInterrupt: the arm was ended with the run")
+        raise
+    # killed before it could say so itself, or it could not even start
+    _record_end(recipe, arm, "failed", f"the arm's process ended with exit code {code} and left no record")
+
+
+def _record_end(recipe: Recipe, arm: Arm, status: str, error: str) -> None:
+    """The record of an arm that left none."""
+    path = Path(recipe.output) / arm.name / "record.json"
+    if not path.exists():
         shared = {"arm": arm.name, "task": recipe.task.name, "seed": recipe.seed, **provenance()}
-        write_json(record, {**shared, "status": "failed", "error": error, "recipe": recipe.model_dump(mode="json")})
+        write_json(path, {**shared, "status": status, "error": error, "recipe": recipe.model_dump(mode="json")})
 
 
 def is_done(recipe: Recipe, arm: Arm) -> bool:
@@ -59,7 +69,9 @@ def is_done(recipe: Recipe, arm: Arm) -> bool:
         return False
     if not isinstance(record, dict):
         return False
-    now, then = recipe.model_dump(mode="json"), record.get("recipe") or {}
+    now, then = recipe.model_dump(mode="json"), _EARLIER | (record.get("recipe") or {})
     mine = arm.model_dump(mode="json")
     same = all(now[key] == then.get(key) for key in _SHARED) and mine in (then.get("arms") or [])
+    # what the DeepSpeed configuration says counts, not what it is called
+    same = same and record.get("deepspeed") == deepspeed_settings(recipe.deepspeed)
     return record.get("status") == "done" and same

@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from forklora.recipes.cli import _side_by_side, main
 from forklora.recipes.config import load_recipe, recipe_paths
 from forklora.recipes.summary import summary_table
+from forklora.recipes.zero import deepspeed_path
 
 COMMAND = [sys.executable, "-c", "import sys; from forklora.recipes.cli import main; sys.exit(main())"]
 
@@ -90,6 +92,23 @@ def test_what_cannot_run_is_refused_before_anything_is_written(verb, capsys, fol
     assert list(folder.iterdir()) == []
 
 
+def test_copy_writes_deepspeed_configurations_too(capsys):
+    assert main(["copy", "zero2"]) == 0
+    assert Path("zero2.json").read_bytes() == deepspeed_path("zero2").read_bytes()
+    assert "deepspeed=zero2.json" in capsys.readouterr().out
+
+
+def test_deepspeed_and_ranks_are_refused_where_they_cannot_be_had(capsys, monkeypatch):
+    assert "capture runs in one process" in refused(capsys, "capture", "quickstart", "ranks=2")
+    assert "capture runs in one process" in refused(capsys, "capture", "quickstart", "deepspeed=zero2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert "ranks=2, but there are 1 accelerators" in refused(capsys, "run", "quickstart", "ranks=2")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else find(name))
+    assert 'pip install "forklora[deepspeed]"' in refused(capsys, "run", "quickstart", "deepspeed=zero2")
+
+
 @pytest.mark.parametrize("verb", ["run", "capture"])
 def test_a_folder_that_cannot_be_written_is_refused(verb, capsys):
     Path("file").write_text("")
@@ -120,7 +139,15 @@ def test_the_help_of_run_explains_every_option(capsys):
         main(["run", "--help"])
     assert caught.value.code == 0
     said = capsys.readouterr().out
-    for key in ("sampling.temperature", "evaluation.samples", "forks.seed", "arms.N.rate", "output"):
+    for key in (
+        "sampling.temperature",
+        "evaluation.samples",
+        "forks.seed",
+        "arms.N.rate",
+        "ranks",
+        "deepspeed",
+        "output",
+    ):
         assert f"  {key} (" in said
     assert "Held-out prompts." in said and "lora | span | core | inputs | block" in said
 

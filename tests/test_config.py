@@ -154,6 +154,36 @@ def test_overrides_change_what_they_name_and_nothing_else(small):
     )
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
+def test_ranks_that_share_the_prompts_evenly_are_taken(small, ranks):
+    recipe = load_recipe(small, [f"ranks={ranks}", "deepspeed=zero2"])
+    assert (recipe.ranks, recipe.deepspeed) == (ranks, "zero2")
+
+
+def test_a_recipe_says_nothing_of_ranks_and_runs_alone(small):
+    assert (load_recipe(small).ranks, load_recipe(small).deepspeed) == (1, None)
+
+
+def test_a_group_is_never_split_over_ranks(small):
+    message = refusal(small, "ranks=3")
+    assert "prompts = 16 cannot be shared evenly by ranks = 3" in message and "a multiple of 3" in message
+    # 2 prompts of 8 make 16 rollouts: enough for 4 ranks, but each would get half a group
+    assert "cannot be shared" in refusal(small, "ranks=4", "prompts=2", "group=8")
+    assert "must be greater than or equal to 1" in refusal(small, "ranks=0")
+
+
+def test_deepspeed_configurations_are_looked_at_when_a_recipe_is_loaded(small, tmp_path):
+    assert "deepspeed: there is no DeepSpeed configuration 'zer2' (did you mean 'zero2'?)" in refusal(
+        small, "deepspeed=zer2"
+    )
+    mine = tmp_path / "mine.json"
+    mine.write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    assert load_recipe(small, [f"deepspeed={mine}"]).deepspeed == str(mine)
+    mine.write_text(json.dumps({"optimizer": {"type": "AdamW"}}))
+    assert "'optimizer' would replace the optimizer of every arm" in refusal(small, f"deepspeed={mine}")
+    assert "expected text" in refusal(small, "deepspeed=2")
+
+
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
 VALUES = st.recursive(
     SCALARS | st.text(st.characters(min_codepoint=32, max_codepoint=126)),

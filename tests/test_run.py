@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from forklora.recipes.report import read_arms
 from forklora.recipes.run import is_done, run_recipe
+from forklora.recipes.zero import deepspeed_settings
 from safetensors.torch import load_file
 
 from forklora.bases import Bases
@@ -18,6 +19,7 @@ FIELDS = {
     "status", "arm", "task", "seed", "recipe", "versions", "commit", "dirty", "hardware", "curve", "init_seconds",
     "target", "steps_to_target", "rollouts_to_target", "seconds_to_target", "eval_reward_start", "eval_reward_final",
     "peak_memory_bytes", "trained_parameters", "adapter_bytes", "step0_hash", "base_hash", "spectrum", "error",
+    "ranks", "deepspeed",
 }  # fmt: skip
 
 
@@ -121,6 +123,8 @@ def test_done_means_a_finished_record_of_this_very_recipe(finished, tmp_path):
         recipe.model_copy(update={"target": None}),
         recipe.model_copy(update={"sampling": recipe.sampling.model_copy(update={"temperature": 0.5})}),
         recipe.model_copy(update={"output": str(tmp_path)}),
+        recipe.model_copy(update={"ranks": 2}),
+        recipe.model_copy(update={"deepspeed": "zero2"}),
         arm_with(recipe, rate=0.2),
         arm_with(recipe, train_basis=True),
     ):
@@ -139,6 +143,30 @@ def test_only_a_record_that_says_so_is_done(status, tmp_path):
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({"status": status, "recipe": recipe.model_dump(mode="json")}))
     assert is_done(recipe, recipe.arms[0]) == (status == "done")
+
+
+def test_a_record_from_before_there_were_ranks_counts_as_one_process(tmp_path):
+    recipe = recipe_of(tmp_path)
+    path = Path(recipe.output) / "block" / "record.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"status": "done", "recipe": recipe.model_dump(mode="json", exclude={"ranks"})}))
+    assert is_done(recipe, recipe.arms[0])
+    assert not is_done(recipe.model_copy(update={"ranks": 2}), recipe.arms[0])
+
+
+def test_what_the_deepspeed_configuration_says_counts_not_its_name(tmp_path):
+    mine = tmp_path / "mine.json"
+    mine.write_text(json.dumps(deepspeed_settings("zero2")))
+    recipe = recipe_of(tmp_path, deepspeed="zero2")
+    path = Path(recipe.output) / "block" / "record.json"
+    path.parent.mkdir(parents=True)
+    content = {"status": "done", "deepspeed": deepspeed_settings("zero2"), "recipe": recipe.model_dump(mode="json")}
+    path.write_text(json.dumps(content))
+    assert is_done(recipe, recipe.arms[0])
+    renamed = recipe.model_copy(update={"deepspeed": str(mine)})
+    assert is_done(renamed, recipe.arms[0])
+    mine.write_text(json.dumps(deepspeed_settings("zero2") | {"gradient_clipping": 3.0}))
+    assert not is_done(renamed, recipe.arms[0])
 
 
 @pytest.mark.parametrize("content", ['{"status": "done"}', '{"status": "done", "recipe": null}', "{", "[]", ""])
@@ -166,14 +194,14 @@ def test_an_arm_that_fails_says_why_and_the_others_go_on(tmp_path):
 def test_a_killed_arm_leaves_a_failed_record(tmp_path, monkeypatch):
     recipe = recipe_of(tmp_path)
     recipe = recipe.model_copy(update={"arms": recipe.arms[:1]})
-    start = subprocess.run
+    start = subprocess.Popen
 
     def shot(command, **options):
         # the arm's own process, killed before its first line; anything else runs as asked
-        mine = list(command[:3]) == [sys.executable, "-m", "forklora.recipes.arm"]
+        mine = list(command[:3]) == [sys.executable, "-m", "forklora.recipes.launch"]
         return start([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"] if mine else command, **options)
 
-    monkeypatch.setattr(subprocess, "run", shot)
+    monkeypatch.setattr(subprocess, "Popen", shot)
     (record,) = run_recipe(recipe)
     assert record["status"] == "failed"
     assert "exit code -9" in record["error"]

@@ -1,0 +1,99 @@
+"""Starts the processes of an arm, one per rank, and sees that none of them outlives this one.
+
+Decisions: DeepSpeed's own launcher where the recipe has a DeepSpeed configuration, torchrun for several ranks without
+one, and no launcher for a single process. DeepSpeed's part for one machine is called directly: the part in front of it
+looks for other machines, ignores CUDA_VISIBLE_DEVICES and loses the exit code of a killed process. Every rank watches
+its stdin, a pipe from here, and ends when it is closed. The system closes it even if this process is killed.
+
+    python -m forklora.recipes.launch RECIPE.json ARM    (one rank; the launchers start it)
+"""
+
+import base64
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Sequence
+
+from forklora.recipes.config import Recipe
+
+_RANK = "forklora.recipes.launch"
+
+
+def arm_command(recipe: Recipe, arguments: Sequence[str]) -> list[str]:
+    """The command line that starts every rank of an arm with these arguments."""
+    if recipe.deepspeed is not None:
+        world = base64.urlsafe_b64encode(json.dumps({"localhost": _devices(recipe.ranks)}).encode()).decode()
+        launcher = ["deepspeed.launcher.launch", f"--world_info={world}", f"--master_port={_free_port()}"]
+        return [sys.executable, "-m", *launcher, "--quiet", "--no_local_rank", "--module", _RANK, *arguments]
+    if recipe.ranks > 1:
+        launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={recipe.ranks}"]
+        return [sys.executable, "-m", *launcher, "--module", _RANK, *arguments]
+    return [sys.executable, "-m", _RANK, *arguments]
+
+
+def _devices(ranks: int) -> Sequence[int | str]:
+    """One accelerator for each rank, of those that CUDA_VISIBLE_DEVICES leaves visible."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ""
+    return [name.strip() for name in visible.split(",")][:ranks] if visible else list(range(ranks))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_ranks(recipe: Recipe, arguments: Sequence[str]) -> int:
+    """Run all ranks of an arm to their end; returns the exit code, which is 0 only if every rank's is.
+
+    When a rank fails its launcher ends the others; on an interruption all are killed before it is passed on.
+    """
+    threads = str(max(1, (os.cpu_count() or 1) // recipe.ranks))
+    shared = {} if recipe.ranks == 1 else {"OMP_NUM_THREADS": threads}
+    process = subprocess.Popen(
+        arm_command(recipe, arguments),
+        stdin=subprocess.PIPE,
+        stdout=2,  # what libraries say is no part of the result
+        env={**shared, **os.environ},
+        start_new_session=True,  # an interruption from the keyboard comes here, and only here
+    )
+    try:
+        return process.wait()
+    finally:
+        process.stdin.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def end_with_parent() -> None:
+    """End this process, whatever it is doing, as soon as its stdin is closed."""
+
+    def watch() -> None:
+        while os.read(0, 1024):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main() -> None:
+    """One rank of an arm: watches its parent from before the long imports on, then trains; rank 0 speaks for all."""
+    end_with_parent()
+    if os.environ.get("RANK", "0") != "0":
+        os.environ["TQDM_DISABLE"] = "1"
+        warnings.simplefilter("ignore")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # errors stay: they go to stderr
+    from forklora.recipes.arm import run_from_shell
+
+    run_from_shell(*sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()
