@@ -26,12 +26,17 @@ _WRITERS = ("o_proj", "down_proj", "c_proj", "out_proj", "fc2", "dense", "dense_
 
 
 def linear_layers(model: nn.Module) -> list[str]:
-    """Names of all linear layers (``Linear`` and its quantized relatives, GPT-2's ``Conv1D``) except the head."""
+    """Names of all linear layers (``Linear`` and its quantized relatives, GPT-2's ``Conv1D``) except the head.
+
+    A layer that carries an adapter has its name in the bare model, and the adapter's own layers do not count.
+    """
     base, head = unwrap(model), output_head(model)
     return [
-        name
+        name.removesuffix(".base_layer")
         for name, module in base.named_modules()
-        if module is not head and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
+        if module is not head
+        and ".lora_" not in name
+        and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
     ]
 
 

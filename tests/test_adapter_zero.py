@@ -95,7 +95,8 @@ def tried(stages, forms):
                 (head.rows(tokens()[0]) - plain.get_output_embeddings().weight[tokens()[0]]).abs().max()
             )
             far["shares"] = (stage == 3) == Calls.of(running).shares_prompt
-            far["collects"] = (stage == 3) == (refusal(running) == "")
+            said = refusal(running)
+            far["collects"] = "ZeRO-3 engine" not in said if stage == 3 else said != ""
             found[f"{stage} {kind} {trained}"] = far
             running.destroy()
     return found

@@ -70,6 +70,19 @@ def test_what_is_missing_is_named(given, words):
         attach(llama(), ForkLoraConfig(), **given)
 
 
+def test_a_model_with_an_adapter_is_collected_from_as_it_stands():
+    plain, config = llama(), BasisConfig(output=3, input=3, group=4, batch=4, progress=False)
+    fresh = attach(llama(), ForkLoraConfig(kind="block", r=2), bases=random_bases(llama()))
+    makers = (lambda: plain, lambda: fresh, lambda: shake(fresh))
+    one, other, moved = (
+        collect_bases(make(), tokenizer(), prompts()["prompt"], config=config, sampler=SAMPLER) for make in makers
+    )
+    assert list(one) == list(other) == list(moved)
+    for name in one:
+        torch.testing.assert_close(other[name].output, one[name].output, rtol=0, atol=1e-3)
+        assert (moved[name].output - one[name].output).norm() > 0.1
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="none"):
         attach(llama(), ForkLoraConfig(), bases=tmp_path / "none.safetensors")
