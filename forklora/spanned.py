@@ -92,12 +92,21 @@ class SpannedLinear(Recalled):
         self, state_dict: dict[str, Tensor], prefix: str, *args: Any
     ) -> None:  # noqa: ANN401
         _, _, missing, _, errors = args
-        weight = state_dict.get(prefix + "weight")
+        weight = state_dict.get(prefix + "weight", self._put_together(state_dict, prefix))
         if weight is None:
             missing.append(prefix + "weight")
         elif weight.numel() > 0 or not partitioned(self.core):
             with whole(*self.parameters(), write=True), torch.no_grad():
                 errors += [f"{prefix}{error}" for error in self._take(weight)]
+
+    def _put_together(self, state: dict[str, Tensor], prefix: str) -> Tensor | None:
+        """The weight of parameters under their own names: DeepSpeed's ``zero_to_fp32`` writes them so."""
+        core, basis = state.get(prefix + "core"), state.get(prefix + "basis", self.basis.detach())
+        if core is None:
+            return None
+        weight: Any = _product(basis, core.to(basis.device))
+        weight.factors = (core, basis)
+        return weight
 
     def _take(self, weight: Tensor) -> list[str]:
         """Make this the weight, or say why not."""
@@ -106,7 +115,8 @@ class SpannedLinear(Recalled):
             return [f"weight is {tuple(weight.shape)}, expected {expected}."]
         free, weight_here = isinstance(self.basis, nn.Parameter), weight.to(self.basis.device)
         core, basis = self._sent_along(weight) or factor(weight_here, self.basis, free=free)
-        if not (basis.double() @ core.double() - weight_here).norm() <= 1e-3 * weight.norm():
+        rounding = 1e-3 if weight.dtype == torch.float32 else 1e-2
+        if not (basis.double() @ core.double() - weight_here).norm() <= rounding * weight.norm():
             return ["weight lies outside the span of this layer's basis: load the bases it was trained with."]
         self.core.copy_(core)
         self.basis.copy_(basis)

@@ -56,6 +56,10 @@ def test_an_adapter_that_is_not_to_be_cast_up_has_the_base_s_precision(kind, tra
     train(model, steps=1)
     folder = save_plain_lora(model, tmp_path / "adapter")
     assert {t.dtype for t in load_file(folder / "adapter_model.safetensors").values()} == {torch.bfloat16}
+    again = narrow(kind, trained, how="get_peft_model")
+    again.load_adapter(folder, "default", is_trainable=True, autocast_adapter_dtype=False)
+    found, expected = logits(again), logits(model)
+    assert (found - expected).float().norm() < 0.1 * (expected - before).float().norm()
 
 
 class Packed(nn.Linear):

@@ -49,6 +49,38 @@ def test_the_weight_comes_back_from_its_own_state(trained):
     assert trained or torch.allclose(other.core, saved.core, atol=1e-6)
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_what_torch_saves_comes_back_bit_for_bit_and_the_plain_product_alone_nearly(trained, tmp_path):
+    saved, other, third = (spanned(trained=trained) for _ in range(3))
+    with torch.no_grad():
+        for parameter in saved.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    torch.save(saved.state_dict(), tmp_path / "state")
+    other.load_state_dict(torch.load(tmp_path / "state"))
+    third.load_state_dict({"weight": saved.weight.detach().clone()})
+    assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), other.parameters(), strict=True))
+    torch.testing.assert_close(third.weight, saved.weight)
+    assert not torch.equal(third.core, saved.core)
+
+
+def test_factors_that_do_not_make_the_weight_are_not_believed():
+    saved, other = spanned(), spanned()
+    state = saved.state_dict()
+    with torch.no_grad():
+        state["weight"].mul_(2)
+    other.load_state_dict(state)
+    torch.testing.assert_close(other.weight, 2 * saved.weight)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_parameters_under_their_own_names_are_read_too(trained):
+    saved, other = spanned(trained=trained), spanned(trained=trained)
+    with torch.no_grad():
+        saved.core.add_(1)
+    other.load_state_dict(dict(saved.named_parameters()))
+    assert torch.equal(other.core, saved.core) and torch.equal(other.basis, saved.basis)
+
+
 def test_a_weight_outside_the_span_is_refused_and_changes_nothing():
     layer, before = spanned(), spanned().state_dict()
     outside = before["weight"] + 0.1 * orthonormal(12, 6, seed=9)[:, 4:]
