@@ -6,6 +6,7 @@ more than a stated number of probabilities is alive at a time; the draw does not
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -87,6 +88,26 @@ class Drawer:
             delta, spread = self.head.signal(mu, token, logits=logits, of=of, norms=self.norms)
             found |= {"delta": delta / self.temperature, "spread": spread[of] / self.temperature**2}
         return found
+
+
+def shared_numbers(key: str, *, rows: slice, total: int) -> Callable[[int], Float[Tensor, " n"]]:
+    """Uniform numbers that depend on a key and a row's place among all rows only, however these are split over ranks.
+
+    Args:
+        key: anything that tells this batch from others, such as seed and step.
+        rows: the own rows among all.
+        total: number of all rows.
+
+    Returns:
+        A function from the place of a token in its completion to float64 numbers, one for each own row.
+    """
+
+    def numbers(place: int) -> Tensor:
+        digest = hashlib.sha256(f"{key}/{place}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        return torch.rand(total, dtype=torch.float64, generator=generator)[rows]
+
+    return numbers
 
 
 def draw(

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.optim import Optimizer
+
+_PIECES = (
+    "A flat or empty weight is a piece that DeepSpeed ZeRO has cut (stages 1 to 3): use plain SGD and "
+    "forklora.trainers.engine.project_gradients before each step, or stage 0."
+)
 
 
 class StepLengthSGD(Optimizer):
@@ -47,23 +53,49 @@ class StepLengthSGD(Optimizer):
                 loss = closure()
         moved = [(p, g["lr"], g["scaling"]) for g in self.param_groups for p in g["params"] if p.grad is not None]
         # in float64: the square of a gradient of 1e-23 is nothing in float32, of 1e20 infinite
-        norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float64) / s for p, _, s in moved]
-        norm = torch.stack(norms).square().sum().sqrt() if norms else torch.zeros(())
-        if not torch.isfinite(norm):
-            raise FloatingPointError(f"the gradient's norm is {norm.item()}: the step was not taken.")
-        count = sum(bool(own > 0) for own in norms)
-        for (p, lr, s), own in zip(moved, norms, strict=True):
-            if own > 0:
-                size = lr / (s * s) / (own * count**0.5 if self.evenly else norm)
-                p.sub_((p.grad.float() * size).to(p.dtype))
+        norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p, _, _ in moved]
+        factors = step_factors(norms, [s for _, _, s in moved], evenly=self.evenly)
+        for (p, lr, _), factor in zip(moved, factors, strict=True):
+            if factor > 0:
+                p.sub_((p.grad.float() * (lr * factor)).to(p.dtype))
         return loss
+
+
+def step_factors(norms: Sequence[Tensor], scalings: Sequence[float], *, evenly: bool) -> list[Tensor]:
+    """Factors ``c_i`` with which ``d theta_i = -lr c_i g_i`` is a step of :class:`StepLengthSGD`; 0 where ``g_i`` is.
+
+    Args:
+        norms: ``|g_i|``, float64.
+        scalings: ``s_i``.
+        evenly: the same length for every matrix that has a gradient.
+
+    Raises:
+        FloatingPointError: a norm is not finite.
+    """
+    own = [norm / s for norm, s in zip(norms, scalings, strict=True)]
+    whole = torch.stack(own).square().sum().sqrt() if own else torch.zeros(())
+    if not torch.isfinite(whole):
+        raise FloatingPointError(f"the gradient's norm is {whole.item()}: the step was not taken.")
+    count = sum(bool(norm > 0) for norm in own)
+    lengths = [norm * count**0.5 if evenly else whole for norm in own]
+    return [
+        1 / (s * s * length) if norm > 0 else torch.zeros_like(norm)
+        for norm, s, length in zip(own, scalings, lengths, strict=True)
+    ]
+
+
+def project(gradient: Float[Tensor, "o i"], basis: Float[Tensor, "o r"]) -> Float[Tensor, "o i"]:
+    """``U U^T G`` in float32, for orthonormal columns of ``U``."""
+    basis = basis.to(gradient.device, torch.float32)
+    return basis @ (basis.T @ gradient.float())
 
 
 class ProjectedSGD(Optimizer):
     """SGD on dense weights whose update stays in a basis: ``W <- W - lr U (momentum * V + U^T G)``.
 
-    The momentum ``V`` is kept in the basis's own coordinates ``[r, d_in]``. Every weight handed in must be whole on
-    this rank (no ZeRO partition), which is checked by shape.
+    The momentum ``V`` is kept in the basis's own coordinates ``[r, d_in]``. Every weight must be a whole matrix when
+    the step is taken, as without DeepSpeed and under its stage 0. ZeRO 1 to 3 replace weights by flat pieces: that is
+    refused by name, and ``forklora.trainers.engine.project_gradients`` with plain SGD takes the same steps there.
 
     Args:
         params_with_bases: pairs ``(weight [d_out, d_in], U [d_out, r])`` with orthonormal columns.
@@ -79,7 +111,7 @@ class ProjectedSGD(Optimizer):
             if weight.dim() != 2 or basis.dim() != 2 or basis.shape[0] != weight.shape[0]:
                 raise ValueError(
                     f"weight {tuple(weight.shape)} with basis {tuple(basis.shape)}: needed are [d_out, d_in] and "
-                    "[d_out, r]. A flat or empty weight is a ZeRO-3 partition: use ZeRO stage 0-2."
+                    f"[d_out, r]. {_PIECES}"
                 )
             groups.append({"params": [weight], "basis": basis})
         super().__init__(groups, {"lr": lr, "momentum": momentum})
@@ -95,6 +127,8 @@ class ProjectedSGD(Optimizer):
             weight, basis = group["params"][0], group["basis"]
             if weight.grad is None:
                 continue
+            if weight.dim() != 2 or weight.shape[0] != basis.shape[0]:
+                raise ValueError(f"the weight {tuple(weight.shape)} is no matrix of {len(basis)} rows. {_PIECES}")
             inside = basis.T.to(weight.device, torch.float32) @ weight.grad.float()
             if group["momentum"]:
                 kept = self.state[weight].setdefault("momentum", torch.zeros_like(inside))

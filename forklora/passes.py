@@ -7,7 +7,7 @@ stated number allows, and then all about equally large.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
@@ -25,6 +25,25 @@ class _Piece(NamedTuple):
 def same_prompt(prompt_ids: Int[Tensor, "n p"], prompt_mask: Bool[Tensor, "n p"]) -> Int[Tensor, " n"]:
     """A number for each row, equal where the prompts are; what stands under the mask's False is not looked at."""
     return torch.unique(torch.where(prompt_mask, prompt_ids, -1), dim=0, return_inverse=True)[1]
+
+
+def regrouped(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same rows in as many parts of the same sizes, those of one ``group`` next to each other."""
+    order = torch.cat([part["group"] for part in parts]).argsort(stable=True)
+    size = len(parts[0]["group"])
+    chosen = [order[i * size : (i + 1) * size] for i in range(len(parts))]
+
+    def rearranged(name: str) -> list[Any]:
+        values = [part[name] for part in parts]
+        if isinstance(values[0], list):
+            flat = [row for value in values for row in value]
+            return [[flat[i] for i in rows] for rows in chosen]
+        if isinstance(values[0], Tensor) and values[0].ndim > 0:
+            return [torch.cat(values)[rows] for rows in chosen]
+        return values
+
+    columns = {name: rearranged(name) for name in parts[0]}
+    return [{name: values[i] for name, values in columns.items()} for i in range(len(parts))]
 
 
 def split_rows(

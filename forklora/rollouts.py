@@ -24,6 +24,7 @@ from forklora.trace import Trace
 from forklora.unembed import Unembedding, evaluation_mode, hidden_only, read_unembedding
 
 Stop = Callable[[Tensor], Tensor]
+Luck = Callable[[int], Tensor]  # place of a token in its completion -> float64 numbers in 0..1, one per row
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,11 @@ def sample(
     group: int = 1,
     unembedding: Unembedding | None = None,
     record: bool = True,
+    luck: Luck | None = None,
 ) -> Trace:
     """Draw ``group`` completions for each prompt: ``len(prompts) * group`` rows, in the order of the prompts.
 
-    Prompts that stand there several times are run once. Randomness comes from torch's global generator of the model's
-    device, as everywhere in transformers.
+    Prompts that stand there several times are run once.
 
     Args:
         model: (wrapped) causal language model; left in the mode it came in.
@@ -120,6 +121,8 @@ def sample(
         unembedding: the model's head, read anew if not given.
         record: also find the backward signal ``delta`` and its expected square ``spread``; without it only tokens and
             candidates are kept.
+        luck: the random numbers for the ``t``-th token of all rows. None takes them from torch's global generator of
+            the model's device, as everywhere in transformers.
     """
     head = read_unembedding(model) if unembedding is None else unembedding
     device = head.weight.device
@@ -129,7 +132,8 @@ def sample(
     ids, mask = (t.to(device) for t in pad_prompts(list(place), pad))
     rows = torch.tensor(index, device=device).repeat_interleave(group)
     with evaluating(model):
-        columns = _decode(model, head, ids=ids, mask=mask, rows=rows, sampler=sampler, record=record)
+        drawer = sampler.drawer(head, record=record)
+        columns = _decode(model, drawer, sampler=sampler, luck=luck, prompts=(ids, mask, rows))
     drawn = columns.pop("alive")
     facts = {name: getattr(sampler, name) for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
     return Trace(
@@ -145,21 +149,19 @@ def sample(
 
 def _decode(
     model: nn.Module,
-    head: Unembedding,
+    drawer: Drawer,
     *,
-    ids: Tensor,
-    mask: Tensor,
-    rows: Tensor,
     sampler: Sampler,
-    record: bool,
+    luck: Luck | None,
+    prompts: tuple[Tensor, Tensor, Tensor],
 ) -> dict[str, Tensor]:
     """Token after token for all rows, until the longest one is done: the columns ``[n, t, ..]`` of a trace."""
-    state, drawer = torch.get_rng_state(), sampler.drawer(head, record=record)
-    calls = Calls.of(model)
+    state, calls = torch.get_rng_state(), Calls.of(model)
+    ids, mask, rows = prompts
     while True:
-        decoder = _Decoder(model, drawer, calls=calls, sampler=sampler)
+        decoder = _Decoder(model, drawer, calls=calls, sampler=sampler, luck=luck)
         try:
-            with calls.attending(model), packed(model, tokens=sampler.max_new_tokens, leave=head.head):
+            with calls.attending(model), packed(model, tokens=sampler.max_new_tokens, leave=drawer.head.head):
                 return decoder.run(ids, mask, rows=rows)
         except CannotShare:
             torch.set_rng_state(state)
@@ -169,8 +171,8 @@ def _decode(
 class _Decoder:
     """Decodes rows that share prompts; rows that have ended leave the batch once they are a quarter of it."""
 
-    def __init__(self, model: nn.Module, drawer: Drawer, *, calls: Calls, sampler: Sampler) -> None:
-        self.model, self.drawer, self.calls, self.sampler = model, drawer, calls, sampler
+    def __init__(self, model: nn.Module, drawer: Drawer, *, calls: Calls, sampler: Sampler, luck: Luck | None) -> None:
+        self.model, self.drawer, self.calls, self.sampler, self.luck = model, drawer, calls, sampler, luck
         # processors of the caller's own may know the rows of a batch by their places
         self.shrinks = calls.shares_prompt and sampler.processors is None
 
@@ -205,7 +207,10 @@ class _Decoder:
         self, hidden: Tensor, seen: Tensor, *, of: Tensor, live: Tensor, alive: Tensor, record: "_Columns"
     ) -> Tensor:
         # one number for every row of the trace, so that a row's luck does not depend on which others have ended
-        uniform = torch.rand(record.rows, dtype=torch.float64, device=live.device)[live]
+        if self.luck is None:
+            uniform = torch.rand(record.rows, dtype=torch.float64, device=live.device)[live]
+        else:
+            uniform = self.luck(len(record.steps)).to(live.device)[live]
         found = self.drawer.tokens(hidden, seen, of=of, uniform=uniform)
         record.add(found | {"alive": alive}, live[alive], which=alive)
         return found["token"]

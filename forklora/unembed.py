@@ -69,20 +69,22 @@ def hidden_only(model: nn.Module) -> Iterator[list[Tensor]]:
     """Within the block, every forward hands its head input ``[.., d]`` to the yielded list and computes no logits.
 
     The wrapper (DDP, DeepSpeed) is still the one that is called, so its hooks run; only the head's own product with
-    the vocabulary is skipped. The head is as it was afterwards, on errors too.
+    the vocabulary is skipped. The input is taken before hooks of the head can touch it: ZeRO-3 would otherwise wait for
+    a backward pass through the head. The head is as it was afterwards, on errors too.
     """
     head = output_head(model)
     before = head.__dict__.get("forward")
     caught: list[Tensor] = []
 
-    def catch(hidden: Tensor, *_: object, **__: object) -> Tensor:
-        caught.append(hidden)
+    def nothing(hidden: Tensor, *_: object, **__: object) -> Tensor:
         return hidden[..., :0]
 
-    head.forward = catch
+    watch = head.register_forward_pre_hook(lambda _, args: caught.append(args[0]), prepend=True)
+    head.forward = nothing
     try:
         yield caught
     finally:
+        watch.remove()
         del head.forward
         if before is not None:
             head.forward = before

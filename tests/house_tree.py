@@ -38,6 +38,7 @@ ROOMS: dict[str, set[str]] = {
     "lowrank": set(),
     "targets": set(),
     "adapter": {"gathering", "lowrank", "packing", "spanned", "targets"},
+    "state": {"gathering"},
     "slots": {"adapter", "gathering", "spanned"},
     "attachment": {"adapter", "bases", "rollouts"},
     "export": {"adapter", "collective", "gathering"},

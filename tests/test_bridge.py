@@ -16,6 +16,7 @@ from peft.tuners.tuners_utils import (
     _maybe_include_all_linear_layers,
     check_target_module_exists,
 )
+from transformers import Trainer
 from transformers.pytorch_utils import Conv1D
 from trl import GRPOTrainer
 from trl.models.utils import unwrap_model_for_generation
@@ -120,7 +121,7 @@ def test_without_seams_the_trainer_is_trls_own(tmp_path):
     assert not trainer.recording
     assert not trainer.own_loss
     trainer.train()
-    assert not hasattr(trainer, "trace")
+    assert trainer.trace is None
     for seam, given in (("draw", [{}, {}]), ("policy_loss", [{}, {}]), ("passes", [{}])):
         with pytest.raises(NotImplementedError):
             getattr(SeamedGRPOTrainer, seam)(trainer, *given, **({"rows": None} if seam == "policy_loss" else {}))
@@ -144,7 +145,8 @@ def test_generation_unwraps_under_the_names_we_pass():
 def test_a_policy_by_name_is_loaded_as_trl_loads_it(tmp_path):
     llama().save_pretrained(tmp_path)
     states = SimpleNamespace(distributed_type="NO")
-    args = SimpleNamespace(model_init_kwargs={"dtype": "float32"}, distributed_state=states, trust_remote_code=False)
+    settings = {"model_init_kwargs": {"dtype": "float32"}, "trust_remote_code": False, "deepspeed_plugin": None}
+    args = SimpleNamespace(distributed_state=states, **settings)
     one, other = load_policy(str(tmp_path), args), create_model_from_path(str(tmp_path), dtype="float32")
     assert type(one) is type(other)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
@@ -162,12 +164,33 @@ def test_a_policy_by_name_trains(tmp_path):
     assert trainer.state.global_step == 1
 
 
+PRIVATE = (
+    "_generate_single_turn", "_generate_and_score_completions", "_compute_loss", "_metrics", "_tokenizer",
+    "_save_checkpoint", "_get_output_dir", "_load_from_checkpoint", "_save",
+)  # fmt: skip
+
+
 def test_the_bridge_names_every_private_part_it_touches():
     source = inspect.getsource(bridge)
-    for name in ("_generate_single_turn", "_generate_and_score_completions", "_compute_loss", "_metrics", "_tokenizer"):
+    for name in PRIVATE:
         assert name in inspect.getdoc(bridge)
         assert hasattr(GRPOTrainer, name) or f".{name}" in inspect.getsource(GRPOTrainer)
     assert "create_model_from_path" in source
+
+
+def test_a_checkpoint_is_written_under_the_folder_of_its_step_and_old_ones_go_last():
+    """What sealing relies on: the folder's name, and that nothing else deletes an older checkpoint."""
+    source = inspect.getsource(Trainer._save_checkpoint)
+    assert "self._get_output_dir(trial=trial)" in source and "PREFIX_CHECKPOINT_DIR}-{self.state.global_step}" in source
+    assert source.rindex("rotate_checkpoints(") > source.rindex("save_to_json")
+    assert "self.args.save_total_limit" in source
+    assert arguments(Trainer._save)[1:] == ["output_dir", "state_dict"]
+    assert arguments(Trainer._load_from_checkpoint)[1:] == ["resume_from_checkpoint", "model"]
+
+
+def test_transformers_leaves_frozen_factors_out_of_what_it_saves_under_zero_3():
+    """The reason for a saving of our own; where this changes, it may go."""
+    assert "exclude_frozen_parameters=True" in inspect.getsource(Trainer.save_model)
 
 
 def test_pefts_functions_for_targets_answer_as_its_injection_does():

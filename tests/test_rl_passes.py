@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from forklora.trainers.bridge import PhaseClock, regrouped
+from forklora.trainers.bridge import PhaseClock
 from peft import get_peft_model_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from forklora.passes import regrouped
 from tiny_policy import trainer_of
 
 SGD = {"step_length": None, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, "scale_rewards": "none"}

@@ -9,6 +9,9 @@ What is private, and why it is needed:
   one update here, so ours are put back in groups, and a prompt is run in few parts.
 - ``GRPOTrainer._compute_loss``: the loss itself, and the one place where a batch can be run in several passes.
 - ``Accelerator.deepspeed_engine_wrapped``: a backward pass that is not the last of its batch must not end in a step.
+- ``Trainer._save_checkpoint``, ``_get_output_dir``: a checkpoint is sealed when all of it is written, and only then may
+  an older one be deleted. ``Trainer._load_from_checkpoint``: PEFT reads ``U C`` as a product, which is not to the bit.
+- ``Trainer._save``: under ZeRO-3 transformers leaves out frozen parameters, and with them the frozen bases.
 - ``GRPOTrainer._metrics``, ``_step``, ``_tokenizer``: metrics reach the log, and tokens the sampler, only through them.
 - ``trl.trainer.utils.create_model_from_path``: a model given by name must be there before the adapter, for its bases.
 """
@@ -18,20 +21,31 @@ from __future__ import annotations
 import contextlib
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from forklora.trainers.checkpoints import break_seal, checked, latest_whole, seal
+from forklora.trainers.engine import before_step
+from peft import PeftModel
 from torch import Tensor, nn
+from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOTrainer
 from trl.models.utils import unwrap_model_for_generation
 from trl.trainer.utils import create_model_from_path
 
+from forklora.gathering import whole
+from forklora.passes import regrouped
 from forklora.trace import Trace
 
 
 def load_policy(name: str, args: Any) -> nn.Module:  # noqa: ANN401
     """The model TRL would load for this name under these arguments."""
+    if args.deepspeed_plugin is not None:
+        from deepspeed import init_distributed
+
+        init_distributed(verbose=False)  # zero.Init would otherwise believe that it is alone
     settings = dict(args.model_init_kwargs or {})
     if args.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
         settings["device_map"] = None
@@ -87,11 +101,84 @@ class PhaseClock:
         super().log(logs, start_time)
 
 
+class CheckpointedGRPOTrainer(GRPOTrainer):
+    """TRL's trainer whose checkpoints are whole or not taken for one, with adapters that ZeRO-3 has partitioned.
+
+    A subclass keeps more of its own in them through :meth:`write_extras` and :meth:`read_extras`.
+    """
+
+    before_step: Callable[[], None] | None = None
+
+    def write_extras(self, folder: Path) -> None:
+        """Called on every rank when a checkpoint is written, before it is sealed."""
+
+    def read_extras(self, folder: Path) -> None:
+        """Called on every rank when training resumes from a whole checkpoint."""
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:  # noqa: ANN401
+        """As the trainer's; ``True`` resumes from the latest whole checkpoint, one that is cut short is refused."""
+        chosen: str | Path | None = None
+        if resume_from_checkpoint is True:
+            chosen = latest_whole(self.args.output_dir)
+            if chosen is None:
+                raise ValueError(f"{self.args.output_dir} holds no whole checkpoint to resume from.")
+        elif resume_from_checkpoint:
+            chosen = checked(resume_from_checkpoint)
+        if chosen is not None:
+            self.read_extras(Path(chosen))
+        return super().train(None if chosen is None else str(chosen), **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As the trainer's; under DeepSpeed ``before_step`` is called between the last backward pass and the step."""
+        if self.is_deepspeed_enabled and self.before_step is not None:
+            before_step(self.deepspeed, self.before_step)
+        return super().training_step(*args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the trainer's; of a partitioned adapter all tensors are gathered and written, frozen ones too."""
+        adapted = self.is_deepspeed_enabled and isinstance(self.model, PeftModel)
+        prefix = self.model.base_model.prefix if adapted else ""
+        mine = [p for name, p in self.model.named_parameters() if prefix in name] if adapted else []
+        if not any(hasattr(p, "ds_id") for p in mine):
+            super().save_model(output_dir, _internal_call)
+            return
+        with whole(*mine):
+            state = {n: t.detach().cpu().clone() for n, t in self.model.state_dict().items() if prefix in n}
+        empty = [name for name, tensor in state.items() if tensor.numel() == 0]
+        if empty:
+            raise RuntimeError(f"{len(empty)} adapter tensors are empty ({empty[0]}): nothing was written.")
+        if self.args.should_save:
+            self._save(output_dir or self.args.output_dir, state_dict=state)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:  # noqa: ANN401
+        output = Path(self._get_output_dir(trial=trial))
+        folder = output / f"checkpoint-{self.state.global_step}"
+        limit, self.args.save_total_limit = self.args.save_total_limit, None  # nothing goes before this one is whole
+        if self.args.should_save:
+            break_seal(folder)
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        self.write_extras(folder)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            seal(folder)
+            best = self.state.best_model_checkpoint
+            rotate_checkpoints(str(output), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.read_extras(Path(resume_from_checkpoint))
+
+
 class ClockedGRPOTrainer(PhaseClock, GRPOTrainer):
     """TRL's own trainer, unchanged but for the clock: the other side of a comparison."""
 
 
-class SeamedGRPOTrainer(GRPOTrainer):
+class SeamedGRPOTrainer(CheckpointedGRPOTrainer):
     """TRL's trainer with two seams: :meth:`draw` instead of its generation, :meth:`policy_loss` instead of its loss.
 
     A subclass that sets neither ``recording`` nor ``own_loss`` gets TRL's behavior unchanged. One with a loss of its
@@ -100,6 +187,7 @@ class SeamedGRPOTrainer(GRPOTrainer):
 
     recording = False
     own_loss = False
+    trace: Trace | None = None
 
     def draw(self, model: nn.Module, prompts: list[list[int]]) -> Trace:
         """Complete each prompt once; the rows of the trace are the prompts in their order."""
@@ -189,25 +277,6 @@ class SeamedGRPOTrainer(GRPOTrainer):
                 self.accelerator.deepspeed_engine_wrapped.backward(loss, sync_gradients=False, scale_wrt_gas=False)
             else:
                 self.accelerator.backward(loss)
-
-
-def regrouped(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same rows in as many parts of the same sizes, those of one ``group`` next to each other."""
-    order = torch.cat([part["group"] for part in parts]).argsort(stable=True)
-    size = len(parts[0]["group"])
-    chosen = [order[i * size : (i + 1) * size] for i in range(len(parts))]
-
-    def rearranged(name: str) -> list[Any]:
-        values = [part[name] for part in parts]
-        if isinstance(values[0], list):
-            flat = [row for value in values for row in value]
-            return [[flat[i] for i in rows] for rows in chosen]
-        if isinstance(values[0], Tensor) and values[0].ndim > 0:
-            return [torch.cat(values)[rows] for rows in chosen]
-        return values
-
-    columns = {name: rearranged(name) for name in parts[0]}
-    return [{name: values[i] for name, values in columns.items()} for i in range(len(parts))]
 
 
 def accumulated_items(trainer: SeamedGRPOTrainer, batch: dict[str, Any]) -> Tensor:

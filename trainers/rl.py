@@ -12,29 +12,37 @@ carry nothing are skipped but counted; options that contradict the loss are refu
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import set_seed
 from forklora.trainers.bridge import PhaseClock, SeamedGRPOTrainer, accumulated_items, load_policy
+from forklora.trainers.engine import fix_length
 from forklora.trainers.settings import ForkGRPOConfig
+from peft import get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from forklora.adapter import ForkLoraConfig
+from forklora.archive import load_tensors, save_tensors
 from forklora.attachment import needed
 from forklora.bases import Bases, BasisConfig, collect_bases, encode
+from forklora.drawing import shared_numbers
 from forklora.forks import find_forks
 from forklora.forward import Calls, completion_hidden
 from forklora.losses import per_batch, prefix_value, signal_loss
 from forklora.optim import StepLengthSGD
 from forklora.passes import same_prompt, split_rows
-from forklora.rollouts import Sampler, sample, stop_at
+from forklora.rollouts import Luck, Sampler, sample, stop_at
+from forklora.state import adapter_tensors, put_adapter_tensors
 from forklora.trace import Trace
-from forklora.unembed import read_unembedding
+from forklora.unembed import read_unembedding, unwrap
 
 _CPU_PASS, _ACCELERATOR_PASS = 1024, 16_384  # tokens
+_BASES, _STATE, _STATE_KIND = "bases.safetensors", "adapter_state.safetensors", "adapter state"
 _FOREIGN = ("tools", "rollout_func", "environment_factory")  # bring tokens that our sampler did not draw
 
 
@@ -67,11 +75,16 @@ class ForkGRPOTrainer(PhaseClock, SeamedGRPOTrainer):
                 self.bases = self._collect(model, args, kwargs)
                 peft_config = replace(peft_config, bases=self.bases)
             kwargs = {**kwargs, "peft_config": peft_config}
+        if peft_config is not None and args.zero_stage == 3 and args.beta == 0.0:
+            # TRL would make the adapter in the base's own precision there, and small steps would be lost
+            set_seed(args.seed)
+            model, kwargs = get_peft_model(model, peft_config), {**kwargs, "peft_config": None}
         super().__init__(model, reward_funcs, args, **kwargs)
         if self.own_loss and self.aux_loss_enabled:
             raise ValueError("score_centering='sampler' has no router loss: set router_aux_loss_coef=0.0.")
         self._head = read_unembedding(self.model, self._tokenizer) if self.recording else None
         self._sampler = _sampler(self.args, self._tokenizer, self.eos_token_ids) if self.recording else None
+        self._drawn: tuple[tuple[str, int], int] = (("", 0), 0)  # batches drawn so far, in which mode at which step
 
     @staticmethod
     def _collect(model: nn.Module, args: ForkGRPOConfig, kwargs: dict[str, Any]) -> Bases:
@@ -93,18 +106,29 @@ class ForkGRPOTrainer(PhaseClock, SeamedGRPOTrainer):
             model.to(args.device), tokenizer, ids, config=config, sampler=_sampler(args, tokenizer, eos)
         )
         if args.process_index == 0:
-            bases.save(Path(args.output_dir) / "bases.safetensors")
+            bases.save(Path(args.output_dir) / _BASES)
         return bases
 
     def draw(self, model: nn.Module, prompts: list[list[int]]) -> Trace:
         """Complete each prompt once, recording the distribution it was drawn from."""
-        trace = sample(model, prompts, sampler=self._sampler, unembedding=self._head, record=self.own_loss)
+        luck, head = self._luck(len(prompts)), self._head
+        # below every wrapper: under ZeRO-3 each call of one is an exchange, and ranks decode unequally often
+        base = unwrap(model)
+        trace = sample(base, prompts, sampler=self._sampler, unembedding=head, record=self.own_loss, luck=luck)
         mask = trace.completion_mask
         self.metric("forks/share", len(find_forks(trace)) / max(int(mask.sum()), 1))
         if trace.spread is not None:
             self.metric("forks/spread", float(trace.spread[mask].mean()))
         self.metric("forks/leak", float(trace.leak[mask].mean()))
         return trace
+
+    def _luck(self, rows: int) -> Luck:
+        """Numbers that depend on seed, step and the row's place in the global batch, not on ranks or on resuming."""
+        at = ("train" if self.model.training else "eval", self.state.global_step)
+        self._drawn = (at, self._drawn[1] + 1 if self._drawn[0] == at else 0)
+        first, ranks = rows * self.accelerator.process_index, self.accelerator.num_processes
+        key = f"{self.args.seed}/{at[0]}/{at[1]}/{self._drawn[1]}"
+        return shared_numbers(key, rows=slice(first, first + rows), total=rows * ranks)
 
     def passes(self, batch: dict[str, Any]) -> list[Tensor]:
         """Rows with a signal, few enough at a time that one pass holds ``pass_tokens``; the others are left out."""
@@ -166,20 +190,57 @@ class ForkGRPOTrainer(PhaseClock, SeamedGRPOTrainer):
         trained = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         if not trained:
             raise ValueError("nothing to train: no parameter asks for a gradient.")
-        if self.args.step_length is None or self.optimizer is not None:
+        length, evenly = self.args.step_length, self.args.step_evenly
+        _refuse_narrow(trained, self.args)
+        if length is None or self.optimizer is not None:
             return super().create_optimizer(*args, **kwargs)
-        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+        if self.is_fsdp_enabled:
             raise ValueError(
-                f"step_length={self.args.step_length} needs every matrix whole, and DeepSpeed and FSDP hand the "
-                "optimizer flat pieces: set step_length=None and choose optim='sgd' (or another) with a learning_rate."
+                f"step_length={length} needs every matrix whole, and FSDP hands the optimizer flat pieces: set "
+                "step_length=None and choose optim='sgd' (or another) with a learning_rate."
             )
         scalings = _scalings(self.model)
+        scaled = [(parameter, scalings.get(name, 1.0)) for name, parameter in trained]
+        if self.is_deepspeed_enabled:
+            # ZeRO cuts matrices to pieces: lengths are fixed on whole gradients, before its optimizer steps
+            self.before_step = partial(fix_length, scaled, evenly=evenly)
+            self.optimizer = torch.optim.SGD([p for p, _ in scaled], lr=length)
+            return self.optimizer
         groups: dict[float, list[Tensor]] = {}
-        for name, parameter in trained:
-            groups.setdefault(scalings.get(name, 1.0), []).append(parameter)
+        for parameter, scale in scaled:
+            groups.setdefault(scale, []).append(parameter)
         grouped = [{"params": params, "scaling": scale} for scale, params in groups.items()]
-        self.optimizer = StepLengthSGD(grouped, lr=self.args.step_length, evenly=self.args.step_evenly)
+        self.optimizer = StepLengthSGD(grouped, lr=length, evenly=evenly)
         return self.optimizer
+
+    def write_extras(self, folder: Path) -> None:
+        """Beside a checkpoint: the adapter's own tensors to the bit, the bases, and each rank's latest trace."""
+        tensors = adapter_tensors(self.model)
+        if self.args.should_save and tensors:
+            save_tensors(folder / _STATE, tensors, kind=_STATE_KIND, facts={"step": str(self.state.global_step)})
+        if self.args.should_save and self.bases is not None:
+            self.bases.save(folder / _BASES)
+        if self.trace is not None:
+            self.trace.without_delta().save(folder / f"trace-{self.args.process_index}.safetensors")
+
+    def read_extras(self, folder: Path) -> None:
+        """Adapter and bases become those of the checkpoint, whatever was collected anew."""
+        if (folder / _STATE).exists():
+            put_adapter_tensors(self.model, load_tensors(folder / _STATE, kind=_STATE_KIND)[0])
+        if (folder / _BASES).exists():
+            self.bases = Bases.load(folder / _BASES)
+        trace = folder / f"trace-{self.args.process_index}.safetensors"
+        self.trace = Trace.load(trace) if trace.exists() else self.trace
+
+
+def _refuse_narrow(trained: list[tuple[str, nn.Parameter]], args: ForkGRPOConfig) -> None:
+    narrow = [(n, p.dtype) for n, p in trained if ".lora_" in n and p.dtype in (torch.bfloat16, torch.float16)]
+    if narrow and (args.step_length is not None or args.optim == "sgd"):
+        raise ValueError(
+            f"{len(narrow)} adapter tensors are {narrow[0][1]} (the first is {narrow[0][0]}): steps of plain SGD below "
+            "its rounding would be lost. Make the adapter with autocast_adapter_dtype=True, or set step_length=None "
+            "and an optimizer with a state, such as optim='adamw_torch'."
+        )
 
 
 def _scalings(model: nn.Module) -> dict[str, float]:

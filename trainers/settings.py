@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
+from accelerate.utils import str_to_bool
 from trl import GRPOConfig
 
 CENTERINGS = ("none", "sampler", "value")
@@ -40,7 +42,14 @@ class ForkGRPOConfig(GRPOConfig):
     )
 
     def __post_init__(self) -> None:
+        engine = bool(self.deepspeed) or bool(str_to_bool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false")))
+        if engine and self.bf16 is None:
+            self.bf16 = False  # the engine would cast the adapter as well; a model in bfloat16 stays in bfloat16
+        if engine and self.step_length is not None:
+            self.max_grad_norm = 0.0  # a step of fixed length has nothing to clip
         super().__post_init__()
+        if engine:
+            self._refuse_engine()
         if self.score_centering not in CENTERINGS:
             raise ValueError(f"score_centering={self.score_centering!r} is not one of {', '.join(CENTERINGS)}.")
         if self.step_length is not None and not self.step_length > 0:
@@ -49,6 +58,43 @@ class ForkGRPOConfig(GRPOConfig):
             raise ValueError(f"pass_tokens={self.pass_tokens} must be at least 1, or None for the device's default.")
         if self.score_centering == "sampler":
             self._refuse()
+
+    @property
+    def zero_stage(self) -> int | None:
+        """Stage of DeepSpeed's ZeRO; None without DeepSpeed."""
+        return None if self.deepspeed_plugin is None else int(self.deepspeed_plugin.zero_stage)
+
+    def _refuse_engine(self) -> None:
+        given = self.deepspeed_plugin.deepspeed_config
+        if self.step_length is not None:
+            given.setdefault("gradient_clipping", 0.0)  # DeepSpeed's own default is 1
+        enabled = {name: (given.get(name) or {}).get("enabled") is True for name in ("bf16", "fp16")}
+        narrow = [name for name, on in enabled.items() if on or getattr(self, name)]
+        clipping = given.get("gradient_clipping")
+        found = []
+        if "optimizer" in given:
+            found.append(
+                "optimizer: DeepSpeed would build this one and drop the trainer's without a word; take the section out "
+                "and choose by step_length, or by step_length=None with optim and learning_rate"
+            )
+        if narrow:
+            found.append(
+                f"{narrow[0]}.enabled: the engine would cast the adapter too, and steps below its rounding would be "
+                "lost; set bf16=False and fp16=False, and load the model itself in bfloat16 (model_init_kwargs="
+                "{'dtype': 'bfloat16'}): products are as fast, and the adapter stays in float32"
+            )
+        if self.step_length is not None and isinstance(clipping, int | float) and clipping > 0:
+            found.append(
+                f"gradient_clipping={clipping}: a step of fixed length is not to be shortened; set it to 'auto' or 0, "
+                "or step_length=None"
+            )
+        if self.zero_stage == 3 and self.score_centering == "sampler" and not self.ds3_gather_for_generation:
+            found.append(
+                "ds3_gather_for_generation=False: completions end at different times on different ranks, and weights "
+                "in pieces need all of them at every token; leave it True"
+            )
+        if found:
+            raise ValueError("this DeepSpeed configuration does not work here:\n" + "\n".join(f"  {f}" for f in found))
 
     def _refuse(self) -> None:
         every = self.steps_per_generation * self.num_iterations
