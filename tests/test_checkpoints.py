@@ -10,8 +10,10 @@ import pytest
 import torch
 from forklora.trainers.checkpoints import SEAL, break_seal, checked, latest_whole, seal, what_is_missing
 
+from forklora.adapter import KINDS
+from forklora.archive import load_tensors
 from forklora.state import adapter_tensors
-from tiny_policy import trainer_of
+from tiny_policy import prompts, trainer_of
 
 OPTIONS = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1}
 
@@ -142,3 +144,19 @@ def test_a_run_killed_in_the_middle_ends_with_the_weights_of_one_that_was_not(wh
     assert whole.wait(timeout=120) == 0
     expected, found = (torch.load(tmp_path / name / "end.pt") for name in ("whole", "killed"))
     assert expected and all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_best_checkpoint_is_kept_and_loaded_at_the_end(kind, tmp_path):
+    options = {"kind": kind, "max_steps": 4, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    judged = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "greater_is_better": True}
+    watched = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": prompts(count=4)}
+    trainer = trainer_of(tmp_path, per_device_eval_batch_size=4, **options, **judged, **watched)
+    trainer.train()
+    rewards = [line["eval_reward"] for line in trainer.state.log_history if "eval_reward" in line]
+    best = tmp_path / f"checkpoint-{rewards.index(max(rewards)) + 1}"
+    assert trainer.state.best_model_checkpoint == str(best) and what_is_missing(best) is None
+    expected = load_tensors(best / "adapter_state.safetensors", kind="adapter state")[0]
+    found = adapter_tensors(trainer.model)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-7)
