@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from forklora.recipes import evaluate
 from forklora.recipes.config import EvaluationSpec, SamplingSpec
 from forklora.recipes.evaluate import Examiner, recipe_sampler
 
@@ -60,6 +61,18 @@ def test_asking_twice_gives_the_same_and_moves_nothing(examiner):
     assert examiner.accuracy(model) == first
     assert torch.equal(logits(model.eval()), base)
     assert examiner.seconds > 0
+
+
+def test_a_completion_does_not_depend_on_what_is_asked_beside_it(examiner, monkeypatch):
+    def asked(batch):
+        monkeypatch.setattr(evaluate, "_BATCH", batch)
+        texts = []
+        paying(examiner, lambda text, _: texts.append(text) or 0.0).accuracy(policy())
+        return texts
+
+    whole = asked(64)
+    assert len({*whole}) > 3
+    assert asked(7) == whole
 
 
 def test_it_asks_the_adapted_policy(examiner):
