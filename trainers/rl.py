@@ -21,7 +21,7 @@ import torch
 from accelerate.utils import set_seed
 from forklora.trainers.bridge import PhaseClock, SeamedGRPOTrainer, accumulated_items, load_policy
 from forklora.trainers.engine import fix_length
-from forklora.trainers.settings import ForkGRPOConfig
+from forklora.trainers.settings import ForkGRPOConfig, refuse_narrow
 from peft import get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
@@ -80,6 +80,11 @@ class ForkGRPOTrainer(PhaseClock, SeamedGRPOTrainer):
             set_seed(args.seed)
             model, kwargs = get_peft_model(model, peft_config), {**kwargs, "peft_config": None}
         super().__init__(model, reward_funcs, args, **kwargs)
+        if args.deepspeed and not self.is_deepspeed_enabled:
+            raise ValueError(
+                "deepspeed= is set, but the launcher left DeepSpeed out (accelerate launch --cpu does): start with "
+                "`deepspeed` or `accelerate launch --use_deepspeed`."
+            )
         if self.own_loss and self.aux_loss_enabled:
             raise ValueError("score_centering='sampler' has no router loss: set router_aux_loss_coef=0.0.")
         self._head = read_unembedding(self.model, self._tokenizer) if self.recording else None
@@ -191,7 +196,7 @@ class ForkGRPOTrainer(PhaseClock, SeamedGRPOTrainer):
         if not trained:
             raise ValueError("nothing to train: no parameter asks for a gradient.")
         length, evenly = self.args.step_length, self.args.step_evenly
-        _refuse_narrow(trained, self.args)
+        refuse_narrow(trained, self.args)
         if length is None or self.optimizer is not None:
             return super().create_optimizer(*args, **kwargs)
         if self.is_fsdp_enabled:
@@ -231,16 +236,6 @@ class ForkGRPOTrainer(PhaseClock, SeamedGRPOTrainer):
             self.bases = Bases.load(folder / _BASES)
         trace = folder / f"trace-{self.args.process_index}.safetensors"
         self.trace = Trace.load(trace) if trace.exists() else self.trace
-
-
-def _refuse_narrow(trained: list[tuple[str, nn.Parameter]], args: ForkGRPOConfig) -> None:
-    narrow = [(n, p.dtype) for n, p in trained if ".lora_" in n and p.dtype in (torch.bfloat16, torch.float16)]
-    if narrow and (args.step_length is not None or args.optim == "sgd"):
-        raise ValueError(
-            f"{len(narrow)} adapter tensors are {narrow[0][1]} (the first is {narrow[0][0]}): steps of plain SGD below "
-            "its rounding would be lost. Make the adapter with autocast_adapter_dtype=True, or set step_length=None "
-            "and an optimizer with a state, such as optim='adamw_torch'."
-        )
 
 
 def _scalings(model: nn.Module) -> dict[str, float]:

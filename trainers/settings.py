@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
+import torch
 from accelerate.utils import str_to_bool
+from torch import nn
 from trl import GRPOConfig
 
 CENTERINGS = ("none", "sampler", "value")
@@ -125,3 +127,14 @@ class ForkGRPOConfig(GRPOConfig):
                 f"score_centering='sampler' does not go with {'; '.join(found)}. Take it out, or use "
                 "score_centering='none' (TRL's own loss) or 'value'."
             )
+
+
+def refuse_narrow(trained: list[tuple[str, nn.Parameter]], args: ForkGRPOConfig) -> None:
+    """Raise a ValueError where an adapter below float32 would be trained by plain SGD, which loses small steps."""
+    narrow = [(n, p.dtype) for n, p in trained if ".lora_" in n and p.dtype in (torch.bfloat16, torch.float16)]
+    if narrow and (args.step_length is not None or args.optim == "sgd"):
+        raise ValueError(
+            f"{len(narrow)} adapter tensors are {narrow[0][1]} (the first is {narrow[0][0]}): steps of plain SGD below "
+            "its rounding would be lost. Make the adapter with autocast_adapter_dtype=True, or set step_length=None "
+            "and an optimizer with a state, such as optim='adamw_torch'."
+        )
