@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from forklora.trainers import bridge
-from forklora.trainers.bridge import SeamedGRPOTrainer, accumulated_items, load_policy
-from forklora.trainers.rl import ForkGRPOTrainer
+from forklora.trainers.bridge import SeamedGRPOTrainer, load_policy
+from forklora.trainers.rl import ForkGRPOTrainer, accumulated_items
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import LoraLayer, LoraVariant
 from peft.tuners.tuners_utils import (

@@ -8,13 +8,15 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from forklora.trainers.checkpoints import break_seal
+from forklora.trainers.rl import ForkGRPOConfig, ForkGRPOTrainer
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import distributed
 
+from forklora.adapter import ForkLoraConfig
 from forklora.state import adapter_tensors
 from ranks import configuration, together
-from tiny_policy import eager, llama, logits, trainer_of
+from tiny_policy import eager, llama, logits, prompts, shorter, tokenizer, trainer_of
 
 STAGES, STEPS = range(4), 4
 OPTIONS = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 2, "seed": 3, "temperature": 1.0}
@@ -111,3 +113,24 @@ def same(found, expected, *, tolerance):
     size = max(torch.tensor(t).abs().max() for t in expected.values())
     for name, numbers in expected.items():
         assert (torch.tensor(found[name]) - torch.tensor(numbers)).abs().max() <= tolerance * size, name
+
+
+def by_name(folder):
+    """Precisions of a policy given by name: of its weights in pieces, and of the adapter, before and in training."""
+    AcceleratorState._reset_state(reset_partial_state=False)
+    settings = {"deepspeed": configuration(3, **AUTO), "model_init_kwargs": {"dtype": "bfloat16"}}
+    args = {"use_cpu": True, "num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 4}
+    given = {"train_dataset": prompts(), "processing_class": tokenizer(), "peft_config": ForkLoraConfig(r=1)}
+    config = ForkGRPOConfig(f"{folder}/out", max_steps=1, basis_prompts=4, report_to=[], **args, **settings)
+    made = ForkGRPOTrainer(f"{folder}/model", shorter, config, **given)
+    pieces = [p for p in made.model.parameters() if hasattr(p, "ds_id")]
+    made.train()
+    trained = {str(p.dtype) for p in made.model.parameters() if p.requires_grad}
+    enabled = (config.deepspeed_plugin.deepspeed_config.get("bf16") or {}).get("enabled", False)
+    return {"pieces": sorted({str(p.dtype) for p in pieces}), "trained": sorted(trained), "engine": enabled}
+
+
+def test_a_policy_by_name_keeps_its_precision_in_pieces_and_the_adapter_float32(tmp_path):
+    llama(tied=False, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    for found in together(by_name, folder=str(tmp_path)):
+        assert found == {"pieces": ["torch.bfloat16"], "trained": ["torch.float32"], "engine": False}

@@ -47,10 +47,29 @@ def load_policy(name: str, args: Any) -> nn.Module:  # noqa: ANN401
 
         init_distributed(verbose=False)  # zero.Init would otherwise believe that it is alone
     settings = dict(args.model_init_kwargs or {})
+    precision = contextlib.nullcontext() if args.deepspeed_plugin is None else _made_in(settings.get("dtype"), args)
     if args.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
         settings["device_map"] = None
     settings.setdefault("trust_remote_code", args.trust_remote_code)
-    return create_model_from_path(name, **settings)
+    with precision:
+        return create_model_from_path(name, **settings)
+
+
+@contextlib.contextmanager
+def _made_in(dtype: str | torch.dtype | None, args: Any) -> Iterator[None]:  # noqa: ANN401
+    """Weights made within the block in ``zero.Init``'s pieces have this precision: by itself it takes the engine's."""
+    section = {"bfloat16": "bf16", "float16": "fp16"}.get(str(dtype).removeprefix("torch."))
+    given = args.deepspeed_plugin.deepspeed_config
+    if section is None:
+        yield
+        return
+    before = dict(given)
+    given[section] = {"enabled": True}
+    try:
+        yield
+    finally:
+        given.clear()
+        given.update(before)
 
 
 def peak_memory() -> float:
@@ -277,11 +296,3 @@ class SeamedGRPOTrainer(CheckpointedGRPOTrainer):
                 self.accelerator.deepspeed_engine_wrapped.backward(loss, sync_gradients=False, scale_wrt_gas=False)
             else:
                 self.accelerator.backward(loss)
-
-
-def accumulated_items(trainer: SeamedGRPOTrainer, batch: dict[str, Any]) -> Tensor:
-    """Tokens of one accumulation window on one rank: what TRL divides by under ``dapo``."""
-    items = torch.clamp(batch["num_items_in_batch"], min=1.0) / trainer.accelerator.num_processes
-    if trainer.model.training:
-        items = items * trainer.accumulation / trainer.args.steps_per_generation
-    return items

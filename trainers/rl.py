@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import set_seed
-from forklora.trainers.bridge import PhaseClock, SeamedGRPOTrainer, accumulated_items, load_policy
+from forklora.trainers.bridge import PhaseClock, SeamedGRPOTrainer, load_policy
 from forklora.trainers.engine import fix_length
 from forklora.trainers.settings import ForkGRPOConfig, refuse_narrow
 from peft import get_peft_model
@@ -236,6 +236,14 @@ class ForkGRPOTrainer(PhaseClock, SeamedGRPOTrainer):
             self.bases = Bases.load(folder / _BASES)
         trace = folder / f"trace-{self.args.process_index}.safetensors"
         self.trace = Trace.load(trace) if trace.exists() else self.trace
+
+
+def accumulated_items(trainer: SeamedGRPOTrainer, batch: dict[str, Any]) -> Tensor:
+    """Tokens of one accumulation window on one rank: what TRL divides by under ``dapo``."""
+    items = torch.clamp(batch["num_items_in_batch"], min=1.0) / trainer.accelerator.num_processes
+    if trainer.model.training:
+        items = items * trainer.accumulation / trainer.args.steps_per_generation
+    return items
 
 
 def _scalings(model: nn.Module) -> dict[str, float]:
