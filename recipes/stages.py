@@ -48,8 +48,10 @@ def run_stages(plan: StagesPlan, *, overwrite: bool = False) -> dict[str, Any]:
         prepare_inputs(output)
         write_json(output / "inputs.json", {"digest": digest})
     waiting = [cell for cell in plan.needed if overwrite or not _done(cell, output, digest=digest)]
-    if waiting:
-        run_cells(waiting, output, digest=digest, processes=plan.processes or os.cpu_count() or 1)
+    singles = [cell for cell in waiting if cell == cell.single]  # others may learn from what they have drawn
+    for part in (singles, [cell for cell in waiting if cell != cell.single]):
+        if part:
+            run_cells(part, output, digest=digest, processes=plan.processes or os.cpu_count() or 1)
     entries = [judged(cell, output) for cell in plan.cells]
     limits = {name: limit._asdict() for name, limit in LIMITS.items()}
     result = {"plan": plan.model_dump(mode="json"), **found, "limits": limits, "cells": entries}
@@ -133,18 +135,17 @@ def _watch(group: CellGroup) -> tuple[list[Cell] | None, int]:
 def judged(cell: Cell, output: Path) -> dict[str, Any]:
     """A cell's measures, and the reasons why it fails; it passes where there are none."""
     found = _read(cell.folder(output) / "result.json")
-    others = [cell.single, cell.reference]
     entry = {"name": cell.name, "cell": cell.model_dump(mode="json"), "seconds": found.get("seconds")}
     if found.get("failed", "no result"):
         return entry | {"measures": {}, "failed": [found.get("failed", "no result")]}
     measures = found["measures"] | {"outside": _outside(cell, output)}
     failed = []
-    if lost := [o.name for o in others if _read(o.folder(output) / "result.json").get("failed", "no result")]:
-        failed.append(f"what it is held against failed: {', '.join(dict.fromkeys(lost))}")
+    single = _read(cell.single.folder(output) / "result.json")
+    if single.get("failed", "no result"):
+        failed.append(f"what it is held against failed: {cell.single.name}")
     else:
-        rewards = _read(cell.single.folder(output) / "result.json")["rewards"]
-        updates = [saved_update(one.folder(output) / "adapter") for one in (cell, cell.reference)]
-        measures |= {"distance": distance(*updates), "curve": largest_gap(found["rewards"], rewards)}
+        updates = [saved_update(one.folder(output) / "adapter") for one in (cell, cell.single)]
+        measures |= {"distance": distance(*updates), "curve": largest_gap(found["rewards"], single["rewards"])}
     failed += complaints(measures, dtype=cell.dtype)
     return entry | {"rewards": found["rewards"], "measures": measures, "failed": failed}
 

@@ -7,7 +7,6 @@ the next cell: the parent starts a new group for the rest. The process ends as s
     python -m forklora.recipes.stages_side SPEC.json     (or under DeepSpeed's launcher)
 """
 
-import contextlib
 import gc
 import hashlib
 import os
@@ -34,12 +33,12 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from forklora.adapter import ForkLoraConfig
 from forklora.bases import Bases
 from forklora.export import plain_lora
+from forklora.gathering import whole
 from forklora.rollouts import evaluating
+from forklora.trace import Trace
 
 # Rates that move the weights about as far as the step length does. Nothing is clipped: a wrong scale must show.
 _RATES = {"sgd": 1.0, "adamw": 0.004, "length": 0.2}
-# Rounding to bfloat16 turns a draw now and then; after a short step the runs still draw from nearly the same policy.
-_SHARE = {"float32": 1.0, "bfloat16": 0.02}
 
 
 class Spec(Closed):
@@ -85,7 +84,7 @@ def run_cell(cell: Cell, output: Path) -> dict[str, Any]:
     trainer = build_trainer(cell, output)
     trainer.train()
     trainer.save_model(str(folder / "adapter"))
-    with whole(trainer.model):
+    with whole(*trainer.model.parameters()):
         _, live = plain_lora(trainer.model)
         base = {_bare(n): p.detach().clone() for n, p in trainer.model.named_parameters() if "lora_" not in n}
     ids = torch.tensor([tokenizer()(text)["input_ids"] for text in prompts()["prompt"][::4]])
@@ -106,6 +105,31 @@ def run_cell(cell: Cell, output: Path) -> dict[str, Any]:
     }
     each = gathered(mine)
     return {"rewards": rewards, "measures": {name: max(one[name] for one in each) for name in mine}}
+
+
+class OneRollouts(ForkGRPOTrainer):
+    """The real trainer; in bfloat16 it samples as ever, but trains on what the cell it is held against has drawn.
+
+    How many rows are multiplied together changes the rounding of bfloat16, and with it a draw now and then: from there
+    on two runs learn from different completions. Whether draws are equal is shown by float32.
+    """
+
+    cell: Cell
+    output: Path
+
+    def draw(self, model: nn.Module, prompts: list[list[int]]) -> Trace:
+        """What was drawn, or what stands in its place."""
+        drawn, rank = super().draw(model, prompts), self.accelerator.process_index
+        if self.cell.dtype == "float32":
+            return drawn
+        single, rows = self.cell.single, len(prompts)
+        part = rank if single.ranks > 1 else 0
+        file = single.folder(self.output) / "rollouts" / f"{self.state.global_step}-{part}.safetensors"
+        if self.cell == single:
+            drawn.save(file)
+            return drawn
+        first = 0 if single.ranks > 1 else rank * rows
+        return Trace.load(file).select(range(first, first + rows))
 
 
 def build_trainer(cell: Cell, output: Path) -> ForkGRPOTrainer:
@@ -137,29 +161,18 @@ def build_trainer(cell: Cell, output: Path) -> ForkGRPOTrainer:
     given = None if cell.kind == "collected" else Bases.load(output / "bases.safetensors")
     config = ForkLoraConfig(**ADAPTERS[cell.kind], bases=given)
     rows, words = prompts(), tokenizer()
-    return ForkGRPOTrainer(
+    trainer = OneRollouts(
         str(output / "model"), low_words, args, train_dataset=rows, processing_class=words, peft_config=config
     )
+    trainer.cell, trainer.output = cell, output
+    return trainer
 
 
 def _optimizer(cell: Cell) -> dict[str, Any]:
-    rate = _RATES[cell.optimizer] * _SHARE[cell.dtype]
+    rate = _RATES[cell.optimizer]
     if cell.optimizer == "length":
         return {"step_length": rate}
     return {"step_length": None, "optim": {"adamw": "adamw_torch"}.get(cell.optimizer, "sgd"), "learning_rate": rate}
-
-
-@contextlib.contextmanager
-def whole(model: nn.Module) -> Iterator[None]:
-    """Within the block every parameter is whole on every rank, also where DeepSpeed has partitioned it."""
-    partitioned = [p for p in model.parameters() if hasattr(p, "ds_id")]
-    if not partitioned:
-        yield
-        return
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(partitioned):
-        yield
 
 
 def gathered(value: Any) -> list[Any]:  # noqa: ANN401 - whatever can be pickled
