@@ -89,6 +89,7 @@ def check(found, alone, *, arm):
         assert torch.allclose(tensor, alone.adapters[arm][name], rtol=1e-3, atol=1e-5), name
 
 
+@pytest.mark.slow
 def test_two_ranks_under_zero2_train_and_leave_one_record(folder):
     found = Finished.of(folder, ["plain"], deepspeed="zero2", ranks=2)
     record = found.records["plain"]

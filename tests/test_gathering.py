@@ -134,5 +134,6 @@ def made_inside():
     return [not partitioned(ordinary.weight) and partitioned(piece.weight), equal_adapters(found, expected)]
 
 
+@pytest.mark.slow
 def test_an_adapter_made_inside_zero_init_is_filled_before_it_is_cut():
     assert together(made_inside) == [[True, True]] * 2

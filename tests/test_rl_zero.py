@@ -18,6 +18,7 @@ from forklora.state import adapter_tensors
 from ranks import configuration, together
 from tiny_policy import eager, llama, logits, prompts, shorter, tokenizer, trainer_of
 
+pytestmark = pytest.mark.slow
 STAGES, STEPS = range(4), 4
 OPTIONS = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 2, "seed": 3, "temperature": 1.0}
 AUTO = {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto", "train_batch_size": "auto"}
