@@ -9,7 +9,7 @@ CAPTION = (
     "trained; ranks whose copy of adapter or bases differs. reload: how far the logits of stock PEFT on the saved file "
     "are from the trained ones, relative to their size. curve: largest gap of a step's mean reward, and "
     "distance: of the update after five steps, relative to its size, both from the run without DeepSpeed in one "
-    "process and one micro-batch (with as many ranks for collected bases, and for the distance in bfloat16)."
+    "process and one micro-batch (with as many ranks for collected bases)."
 )
 _NONE = "—"
 _COUNTS = ("base", "export", "copies")
