@@ -64,6 +64,14 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("ranks")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """For one process, too: ranks have a thread each here, and hashes of logits depend on it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
 @pytest.fixture(scope="module")
 def alone(folder):
     """What one process finds."""
