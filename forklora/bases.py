@@ -12,7 +12,6 @@ prompts of all ranks, so that the bases do not depend on how many ranks there ar
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from tqdm.auto import tqdm
 from forklora.archive import load_tensors, save_tensors
 from forklora.backward import LayerSums, linear_layers, pseudo_advantages, residual_signal, residual_writers
 from forklora.collective import all_or_none, from_first, rank, ranks, summed
+from forklora.drawing import generator_of
 from forklora.forks import find_forks
 from forklora.gathering import callable_alone, fetched
 from forklora.rollouts import Luck, Sampler, sample
@@ -220,8 +220,7 @@ def drawn(places: Sequence[int], *, group: int, length: int, seed: int) -> tuple
     """
     numbers, draws = [], []
     for place in places:
-        digest = hashlib.sha256(f"{seed}/{place}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        generator = generator_of(f"{seed}/{place}")
         numbers.append(torch.rand(group, length, dtype=torch.float64, generator=generator))
         draws.append(torch.randn(group, generator=generator))
     every = torch.cat(numbers)

@@ -90,6 +90,12 @@ class Drawer:
         return found
 
 
+def generator_of(key: str) -> torch.Generator:
+    """A generator on the CPU whose numbers depend on the key only."""
+    digest = hashlib.sha256(key.encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
 def shared_numbers(key: str, *, rows: slice, total: int) -> Callable[[int], Float[Tensor, " n"]]:
     """Uniform numbers that depend on a key and a row's place among all rows only, however these are split over ranks.
 
@@ -103,8 +109,7 @@ def shared_numbers(key: str, *, rows: slice, total: int) -> Callable[[int], Floa
     """
 
     def numbers(place: int) -> Tensor:
-        digest = hashlib.sha256(f"{key}/{place}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        generator = generator_of(f"{key}/{place}")
         return torch.rand(total, dtype=torch.float64, generator=generator)[rows]
 
     return numbers

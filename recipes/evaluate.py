@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from forklora.recipes.config import Recipe
 from forklora.recipes.files import write_json
-from forklora.recipes.ranks import all_ranks, gathered, this_rank
+from forklora.recipes.ranks import gathered, this_rank
 from forklora.recipes.tasks import Split, Task
 from torch import nn
 
 from forklora.bases import encode, seeded
+from forklora.collective import ranks
 from forklora.drawing import shared_numbers
 from forklora.rollouts import Sampler, sample, stop_at
 from forklora.trace import Trace
@@ -48,9 +49,8 @@ class Examiner:
         """
         start, total, n = time.perf_counter(), 0.0, self.samples
         head = read_unembedding(model, self.tokenizer, check=False)
-        rank, ranks = this_rank(), all_ranks()
-        portion = min(_BATCH, math.ceil(len(self.prompts) / ranks))
-        for i in range(rank * portion, len(self.prompts), ranks * portion):
+        portion = min(_BATCH, math.ceil(len(self.prompts) / ranks()))
+        for i in range(this_rank() * portion, len(self.prompts), ranks() * portion):
             prompts = self.prompts[i : i + portion]
             rows = slice(i * n, (i + len(prompts)) * n)
             luck = shared_numbers(f"evaluation/{_SEED}", rows=rows, total=len(self.prompts) * n)

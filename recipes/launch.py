@@ -28,13 +28,18 @@ _RANK = "forklora.recipes.launch"
 def arm_command(recipe: Recipe, arguments: Sequence[str]) -> list[str]:
     """The command line that starts every rank of an arm with these arguments."""
     if recipe.deepspeed is not None:
-        world = base64.urlsafe_b64encode(json.dumps({"localhost": _devices(recipe.ranks)}).encode()).decode()
-        launcher = ["deepspeed.launcher.launch", f"--world_info={world}", f"--master_port={_free_port()}"]
-        return [sys.executable, "-m", *launcher, "--quiet", "--no_local_rank", "--module", _RANK, *arguments]
+        return deepspeed_command(_devices(recipe.ranks), [_RANK, *arguments], quiet=True)
     if recipe.ranks > 1:
         launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={recipe.ranks}"]
         return [sys.executable, "-m", *launcher, "--module", _RANK, *arguments]
     return [sys.executable, "-m", _RANK, *arguments]
+
+
+def deepspeed_command(devices: Sequence[int | str], module: Sequence[str], *, quiet: bool = False) -> list[str]:
+    """How DeepSpeed's launcher for one machine starts a module with its arguments once for each device."""
+    world = base64.urlsafe_b64encode(json.dumps({"localhost": devices}).encode()).decode()
+    launcher = ["deepspeed.launcher.launch", f"--world_info={world}", f"--master_port={_free_port()}"]
+    return [sys.executable, "-m", *launcher, *["--quiet"] * quiet, "--no_local_rank", "--module", *module]
 
 
 def _devices(ranks: int) -> Sequence[int | str]:

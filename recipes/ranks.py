@@ -5,21 +5,18 @@ from typing import Any
 
 from torch import distributed
 
+from forklora.collective import ranks
+
 
 def this_rank() -> int:
     """Place of this process among those that train together, as the launcher numbered them."""
     return int(os.environ.get("RANK", "0"))
 
 
-def all_ranks() -> int:
-    """How many processes train together."""
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
-
-
 def gathered(value: Any) -> list[Any]:  # noqa: ANN401 - anything that can be pickled
     """The value that each rank gave, in their order; every rank has to call this."""
-    if all_ranks() == 1:
+    if ranks() == 1:
         return [value]
-    values: list[Any] = [None] * all_ranks()
+    values: list[Any] = [None] * ranks()
     distributed.all_gather_object(values, value)
     return values

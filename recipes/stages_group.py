@@ -4,13 +4,10 @@ Several ranks, and any ZeRO stage, run under DeepSpeed's own launcher. Ranks rea
 closes, so that they cannot outlive the parent, however it ends. Everything is kept on the CPU.
 """
 
-import base64
 import contextlib
-import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from forklora.recipes.files import write_json
+from forklora.recipes.launch import deepspeed_command
 from forklora.recipes.stages_plan import Cell
 
 _LAST_BYTES = 4_000  # of what a group printed that are read for its last words
@@ -94,13 +92,4 @@ def command(stage: str, ranks: int, *, spec: Path) -> list[str]:
     module = ["forklora.recipes.stages_side", str(spec)]
     if stage == "none" and ranks == 1:
         return [sys.executable, "-m", *module]
-    # DeepSpeed's part for one machine: the part in front of it looks for other machines and costs another start.
-    world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
-    launcher = ["deepspeed.launcher.launch", f"--world_info={world}", f"--master_port={_free_port()}"]
-    return [sys.executable, "-m", *launcher, "--no_local_rank", "--module", *module]
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    return deepspeed_command(list(range(ranks)), module)

@@ -9,9 +9,7 @@ the next cell: the parent starts a new group for the rest. The process ends as s
 
 import gc
 import hashlib
-import os
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,13 +18,15 @@ from typing import Any
 import torch
 from forklora.recipes.config import Closed
 from forklora.recipes.files import write_json
+from forklora.recipes.launch import end_with_parent
+from forklora.recipes.ranks import gathered, this_rank
 from forklora.recipes.stages_inputs import deepspeed_config, low_words, prompts, tokenizer
 from forklora.recipes.stages_plan import ADAPTERS, COMPLETION, GROUP, STEPS, Cell
 from forklora.trainers.rl import ForkGRPOTrainer
 from forklora.trainers.settings import ForkGRPOConfig
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -54,9 +54,9 @@ class Spec(Closed):
 
 def main(spec_file: str) -> None:
     """Run all cells of the group."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     spec = Spec.model_validate_json(Path(spec_file).read_text(encoding="utf-8"), strict=False)
-    rank = int(os.environ.get("RANK", "0"))
+    rank = this_rank()
     for cell in spec.cells:
         folder = cell.folder(Path(spec.output))
         folder.mkdir(parents=True, exist_ok=True)
@@ -71,11 +71,6 @@ def main(spec_file: str) -> None:
         if rank == 0:
             known = {"cell": cell.model_dump(mode="json"), "digest": spec.digest, "failed": None}
             write_json(folder / "result.json", known | found | {"seconds": round(time.perf_counter() - start, 2)})
-
-
-def _end_with_parent() -> None:
-    sys.stdin.read()
-    os._exit(1)
 
 
 def run_cell(cell: Cell, output: Path) -> dict[str, Any]:
@@ -173,15 +168,6 @@ def _optimizer(cell: Cell) -> dict[str, Any]:
     if cell.optimizer == "length":
         return {"step_length": rate}
     return {"step_length": None, "optim": {"adamw": "adamw_torch"}.get(cell.optimizer, "sgd"), "learning_rate": rate}
-
-
-def gathered(value: Any) -> list[Any]:  # noqa: ANN401 - whatever can be pickled
-    """The value of every rank."""
-    if not distributed.is_initialized():
-        return [value]
-    values: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(values, value)
-    return values
 
 
 def _bare(name: str) -> str:
