@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from forklora.recipes.config import Arm, Recipe
+from forklora.recipes.config import Recipe
 from forklora.recipes.demo import load_model
 from forklora.recipes.evaluate import Examiner
 from forklora.recipes.files import write_json
+from forklora.recipes.options import Arm
 from forklora.recipes.peft_arms import adapter_config
 from forklora.recipes.provenance import hash_logits, hash_tensors, provenance
 from forklora.recipes.ranks import gathered, this_rank

@@ -8,7 +8,7 @@ prompt, prompts of a step, rows of a micro-batch. Prompts and rows may be left o
 
 from typing import Annotated, Any, Literal, NamedTuple
 
-from forklora.recipes.config import Closed, ModelSpec, Positive
+from forklora.recipes.options import Closed, ModelSpec, Positive
 from forklora.recipes.reading import parsed_override, put
 from forklora.recipes.refusal import Refusal
 from forklora.recipes.wording import complaint

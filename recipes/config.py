@@ -7,119 +7,28 @@ described once, in the string under its field: errors and help texts are made fr
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Self
 
+from forklora.recipes.options import (
+    Arm,
+    Closed,
+    EvaluationSpec,
+    ForkSpec,
+    ModelSpec,
+    OutcomeSpec,
+    PartSpec,
+    Positive,
+    SamplingSpec,
+    TaskSpec,
+)
 from forklora.recipes.reading import RecipeError, parsed_override, put, read_yaml
-from forklora.recipes.tasks import Task, TaskError, task
+from forklora.recipes.tasks import TaskError
 from forklora.recipes.wording import complaint, nearest
 from forklora.recipes.zero import deepspeed_settings
-from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, field_validator, model_validator
+from pydantic import Field, Strict, ValidationError, field_validator, model_validator
 
 _SHIPPED = Path(__file__).parent
 _MOST_COMPLAINTS = 12
-Positive = Annotated[int, Field(ge=1)]
-
-
-class Closed(BaseModel):
-    """A group of options: no other keys, no silent conversion, no later change."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
-
-
-class ModelSpec(Closed):
-    """Which model is trained."""
-
-    name: str = "smollm2-135m"
-    """The demo model `smollm2-135m`, a folder, or a Hugging Face hub id."""
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Precision of the frozen weights."""
-
-
-class TaskSpec(Closed):
-    """Which questions are asked."""
-
-    name: str
-    """Name of the task, such as `multiplication` or `reasoning_gym`."""
-    options: dict[str, Any] = {}
-    """The task's own options."""
-
-    def build(self) -> Task:
-        """The task itself. Raises TaskError where name or options do not exist."""
-        return task(self.name, **self.options)
-
-
-class SamplingSpec(Closed):
-    """How completions are drawn."""
-
-    max_new_tokens: Positive | None = None
-    """Longest completion in tokens; null takes what the task states."""
-    temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
-    """Divides the logits before sampling."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the smallest set of tokens with this much probability; 1 is all of them."""
-    top_k: int = Field(0, ge=0)
-    """Sample from this many likeliest tokens; 0 is all of them."""
-    min_p: float | None = Field(None, ge=0, lt=1)
-    """Drop tokens less likely than this share of the likeliest; null drops none."""
-    stop: list[str] | None = None
-    """Strings that end a completion; null takes what the task states."""
-
-
-class EvaluationSpec(Closed):
-    """How held-out accuracy is measured."""
-
-    every: Positive = 2
-    """Steps between two evaluations; the first and the last step are always evaluated."""
-    prompts: Positive = 128
-    """Held-out prompts."""
-    samples: Positive = 4
-    """Completions of each."""
-
-
-class ForkSpec(Closed):
-    """Where the bases of the fork adapters come from."""
-
-    prompts: Positive = 64
-    """Training prompts whose rollouts, without any reward, the bases are read from."""
-    seed: int = 0
-    """Seed of those prompts, of their rollouts and of the pseudo-advantages."""
-
-
-class Arm(Closed):
-    """One adapter with its optimizer; the arms of a recipe share everything else."""
-
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name in tables, and of the arm's folder."""
-    adapter: Literal["lora", "span", "core", "inputs", "block"]
-    """Plain LoRA, or the kind of fork adapter."""
-    rank: Positive = 1
-    """Rank of the update; for `block`, the number of input directions."""
-    width: Positive | None = None
-    """Output directions of `core` and `block`; null lets the adapter choose."""
-    alpha: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """The update is scaled by alpha / rank; null means alpha = rank, a scale of one."""
-    optimizer: Literal["adamw", "sgd", "length"] = "length"
-    """`length` is SGD whose every step moves the weights by the Frobenius length `rate`."""
-    rate: float = Field(gt=0, allow_inf_nan=False)
-    """Learning rate, or the length of a step."""
-    evenly: bool = True
-    """For `length`: every matrix moves by the same share of it; false lets each move as its gradient says."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate goes over the steps: it stays, or falls to zero at the last one."""
-    centering: Literal["none", "sampler", "value"] = "sampler"
-    """What is subtracted from the score (`sampler`) or from the signal (`value`)."""
-    train_basis: bool = False
-    """Also train the basis: the forks are then only its starting point."""
-    targets: Literal["all-linear"] | list[str] = "all-linear"
-    """`all-linear`, or a list of the names of the layers that get an adapter."""
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        if self.width is not None and self.adapter not in ("core", "block"):
-            raise ValueError(f"width is for the adapters core and block; {self.adapter!r} has none")
-        if self.train_basis and self.adapter == "lora":
-            raise ValueError("train_basis is for fork adapters; 'lora' has no basis")
-        return self
 
 
 class Recipe(Closed):
@@ -142,6 +51,10 @@ class Recipe(Closed):
     """Held-out accuracy whose first crossing is reported; null reports none."""
     evaluation: EvaluationSpec = EvaluationSpec()
     forks: ForkSpec = ForkSpec()
+    outcome: OutcomeSpec | None = None
+    """What else is measured at the end; null measures nothing else."""
+    part: PartSpec | None = None
+    """The place of this run in a comparison; null is none."""
     arms: Annotated[tuple[Arm, ...], Field(min_length=1), Strict(False)]
     """The adapters to train, one after the other."""
     ranks: Positive = 1

@@ -1,6 +1,6 @@
 """Turns an arm of a recipe into what PEFT is given."""
 
-from forklora.recipes.config import Arm
+from forklora.recipes.options import Arm
 from peft import LoraConfig
 
 from forklora.adapter import ForkLoraConfig

@@ -3,8 +3,9 @@
 import importlib.util
 
 import torch
-from forklora.recipes.config import Arm, Recipe
+from forklora.recipes.config import Recipe
 from forklora.recipes.demo import DEMO_NAME, demo_model_folder
+from forklora.recipes.options import Arm
 from forklora.recipes.peft_arms import adapter_config
 from forklora.recipes.refusal import Refusal
 from torch import nn

@@ -8,9 +8,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from forklora.recipes.config import Arm, Recipe
+from forklora.recipes.config import Recipe
 from forklora.recipes.files import write_json
 from forklora.recipes.launch import run_ranks
+from forklora.recipes.options import Arm
 from forklora.recipes.provenance import provenance
 from forklora.recipes.report import read_arms, write_report
 from forklora.recipes.zero import deepspeed_settings

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from forklora.recipes.config import Closed, Positive
+from forklora.recipes.options import Closed, Positive
 from forklora.recipes.reading import parsed_override, put
 from forklora.recipes.refusal import Refusal
 from forklora.recipes.wording import complaint

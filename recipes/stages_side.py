@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from forklora.recipes.config import Closed
 from forklora.recipes.files import write_json
 from forklora.recipes.launch import end_with_parent
+from forklora.recipes.options import Closed
 from forklora.recipes.ranks import gathered, this_rank
 from forklora.recipes.stages_inputs import deepspeed_config, low_words, prompts, tokenizer
 from forklora.recipes.stages_plan import ADAPTERS, COMPLETION, GROUP, STEPS, Cell

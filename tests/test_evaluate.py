@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 from forklora.recipes import evaluate
-from forklora.recipes.config import EvaluationSpec, SamplingSpec
 from forklora.recipes.evaluate import Examiner, recipe_sampler
+from forklora.recipes.options import EvaluationSpec, SamplingSpec
 
 from forklora.trace import Trace
 from tiny_policy import adapted, eager, llama, logits, recipe_of, shake, tokenizer
