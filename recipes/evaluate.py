@@ -1,9 +1,9 @@
 """Asks a policy the held-out questions of a recipe: accuracy, and a map of the forks of a few answers.
 
-Decisions: the questions come from the validation split and are the same for every arm; sampling has its own seed and
-leaves the training's random state alone; ranks share the questions, and a row's luck depends on its place among all of
-them, so the accuracy does not depend on the number of ranks; the map shows the policy before training, where the bases
-come from.
+Decisions: the questions come from the split that the recipe names and are the same for every arm; sampling has its own
+seed and leaves the training's random state alone; ranks share the questions, and a row's luck depends on its place
+among all of them, so the accuracy does not depend on the number of ranks; the map shows the policy before training,
+where the bases come from.
 """
 
 import math
@@ -16,8 +16,9 @@ import torch
 from forklora.recipes.config import Recipe
 from forklora.recipes.files import write_json
 from forklora.recipes.ranks import gathered, this_rank
-from forklora.recipes.tasks import Split, Task
-from torch import nn
+from forklora.recipes.tasks import Task
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from forklora.bases import encode, seeded
 from forklora.collective import ranks
@@ -34,9 +35,9 @@ _SEED = 20_000  # of evaluation: the same for all arms and seeds of a recipe
 class Examiner:
     """The held-out questions of a recipe and everything that is asked of a policy with them."""
 
-    def __init__(self, recipe: Recipe, task: Task, *, tokenizer: Any, split: Split = "validation") -> None:  # noqa: ANN401
+    def __init__(self, recipe: Recipe, task: Task, *, tokenizer: Any) -> None:  # noqa: ANN401
         count = recipe.evaluation.prompts
-        self.questions = task.examples(count, seed=_SEED, split=split)
+        self.questions = task.examples(count, seed=_SEED, split=recipe.evaluation.split)
         self.prompts = [encode(tokenizer, e.prompt) for e in self.questions]
         self.samples, self.task, self.tokenizer = recipe.evaluation.samples, task, tokenizer
         self.sampler = recipe_sampler(recipe, tokenizer)
@@ -47,18 +48,31 @@ class Examiner:
 
         Every rank calls this, with a model whose weights it holds whole, and gets the same number.
         """
-        start, total, n = time.perf_counter(), 0.0, self.samples
+        start = time.perf_counter()
+        found = self.table(model, samples=self.samples).mean()
+        self.seconds += time.perf_counter() - start
+        return float(found)
+
+    def table(self, model: nn.Module, *, samples: int) -> Float[Tensor, "questions samples"]:
+        """Reward of each of ``samples`` completions of every question, float64; every rank calls this, as above.
+
+        With the recipe's own number of samples these are the completions that the accuracy is taken from; another
+        number has draws of its own.
+        """
+        key = f"evaluation/{_SEED}" if samples == self.samples else f"evaluation/{_SEED}/{samples}"
         head = read_unembedding(model, self.tokenizer, check=False)
-        portion = min(_BATCH, math.ceil(len(self.prompts) / ranks()))
+        portion, found = min(_BATCH, math.ceil(len(self.prompts) / ranks())), {}
         for i in range(this_rank() * portion, len(self.prompts), ranks() * portion):
             prompts = self.prompts[i : i + portion]
-            rows = slice(i * n, (i + len(prompts)) * n)
-            luck = shared_numbers(f"evaluation/{_SEED}", rows=rows, total=len(self.prompts) * n)
-            trace = sample(model, prompts, sampler=self.sampler, group=n, unembedding=head, record=False, luck=luck)
-            total += sum(self.rewards(trace, first=i, samples=n))
-        total = sum(gathered(total))
-        self.seconds += time.perf_counter() - start
-        return total / (len(self.prompts) * n)
+            rows = slice(i * samples, (i + len(prompts)) * samples)
+            luck = shared_numbers(key, rows=rows, total=len(self.prompts) * samples)
+            trace = sample(
+                model, prompts, sampler=self.sampler, group=samples, unembedding=head, record=False, luck=luck
+            )
+            found[i] = self.rewards(trace, first=i, samples=samples)
+        parts = {i: rewards for part in gathered(found) for i, rewards in part.items()}
+        rewards = [reward for i in sorted(parts) for reward in parts[i]]
+        return torch.tensor(rewards, dtype=torch.float64).view(-1, samples)
 
     def rewards(self, trace: Trace, *, first: int, samples: int) -> list[float]:
         """Reward of each row of a trace whose prompts are the questions from ``first`` on."""
