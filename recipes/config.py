@@ -6,8 +6,9 @@ described once, in the string under its field: errors and help texts are made fr
     python -c "from forklora.recipes.config import load_recipe; print(load_recipe('quickstart', ['steps=3']))"
 """
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Self, TypeVar
 
 from forklora.recipes.options import (
     Arm,
@@ -29,6 +30,7 @@ from pydantic import Field, Strict, ValidationError, field_validator, model_vali
 
 _SHIPPED = Path(__file__).parent
 _MOST_COMPLAINTS = 12
+_Options = TypeVar("_Options", bound=Closed)
 
 
 class Recipe(Closed):
@@ -121,15 +123,25 @@ def load_recipe(path_or_name: str | Path, overrides: list[str] | None = None) ->
     Raises:
         RecipeError: with every complaint, the nearest known name for each unknown one, and what is allowed.
     """
-    path = find_recipe(path_or_name)
+    return load_options(Recipe, find_recipe(path_or_name), overrides or [], finish=resolved)
+
+
+def load_options(
+    group: type[_Options], path: Path, overrides: list[str], *, finish: Callable[[_Options], _Options]
+) -> _Options:
+    """A YAML file with overrides as an object of a group of options, finished.
+
+    Raises:
+        RecipeError: with every complaint of the group, or that of the task in ``finish``.
+    """
     data = read_yaml(path)
-    for override in overrides or []:
+    for override in overrides:
         parts, value = parsed_override(override)
         put(data, parts, value=value)
     try:
-        return _resolved(Recipe.model_validate(data))
+        return finish(group.model_validate(data))
     except ValidationError as error:
-        complaints = list(dict.fromkeys(complaint(Recipe, one) for one in error.errors()))
+        complaints = list(dict.fromkeys(complaint(group, one) for one in error.errors()))
     except TaskError as error:
         complaints = [f"task: {error}"]
     more = len(complaints) - _MOST_COMPLAINTS
@@ -137,7 +149,7 @@ def load_recipe(path_or_name: str | Path, overrides: list[str] | None = None) ->
     raise RecipeError(f"the recipe {path} cannot be used:\n" + "\n".join(f"  {line}" for line in lines))
 
 
-def _resolved(recipe: Recipe) -> Recipe:
+def resolved(recipe: Recipe) -> Recipe:
     """The recipe with what it leaves to the task and to the rank filled in."""
     asked, given = recipe.task.build(), recipe.sampling
     length = asked.max_new_tokens if given.max_new_tokens is None else given.max_new_tokens

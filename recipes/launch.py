@@ -1,11 +1,11 @@
-"""Starts the processes of an arm, one per rank, and sees that none of them outlives this one.
+"""Starts the processes that train arms, one per rank, and sees that none of them outlives this one.
 
 Decisions: DeepSpeed's own launcher where the recipe has a DeepSpeed configuration, torchrun for several ranks without
 one, and no launcher for a single process. DeepSpeed's part for one machine is called directly: the part in front of it
 looks for other machines, ignores CUDA_VISIBLE_DEVICES and loses the exit code of a killed process. Every rank watches
 its stdin, a pipe from here, and ends when it is closed. The system closes it even if this process is killed.
 
-    python -m forklora.recipes.launch RECIPE.json ARM    (one rank; the launchers start it)
+    python -m forklora.recipes.launch RECIPE.json ARM [RECIPE.json ARM ...]    (one rank; the launchers start it)
 """
 
 import base64
@@ -18,7 +18,8 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from forklora.recipes.config import Recipe
 
@@ -26,7 +27,7 @@ _RANK = "forklora.recipes.launch"
 
 
 def arm_command(recipe: Recipe, arguments: Sequence[str]) -> list[str]:
-    """The command line that starts every rank of an arm with these arguments."""
+    """The command line that starts every rank with these arguments."""
     if recipe.deepspeed is not None:
         return deepspeed_command(_devices(recipe.ranks), [_RANK, *arguments], quiet=True)
     if recipe.ranks > 1:
@@ -59,22 +60,43 @@ def run_ranks(recipe: Recipe, arguments: Sequence[str]) -> int:
 
     When a rank fails its launcher ends the others; on an interruption all are killed before it is passed on.
     """
-    threads = str(max(1, (os.cpu_count() or 1) // recipe.ranks))
-    shared = {} if recipe.ranks == 1 else {"OMP_NUM_THREADS": threads}
-    process = subprocess.Popen(
-        arm_command(recipe, arguments),
-        stdin=subprocess.PIPE,
-        stdout=2,  # what libraries say is no part of the result
-        env={**shared, **os.environ},
-        start_new_session=True,  # an interruption from the keyboard comes here, and only here
-    )
-    try:
+    with ranks_running(recipe, arguments) as process:
         return process.wait()
-    finally:
-        process.stdin.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+
+
+@contextlib.contextmanager
+def ranks_running(
+    recipe: Recipe, arguments: Sequence[str], *, beside: int = 1, log: Path | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Within the block the ranks of one or more arms run; at its end none of them does.
+
+    Args:
+        recipe: how they are launched.
+        arguments: pairs of recipe file and arm, one after the other.
+        beside: how many such launches share this machine's cores.
+        log: file for what they say; None is stderr.
+    """
+    threads = str(max(1, (os.cpu_count() or 1) // (recipe.ranks * beside)))
+    # threads that wait asleep leave the cores to the launches beside
+    shared = {} if recipe.ranks * beside == 1 else {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
+    with contextlib.ExitStack() as stack:
+        # what libraries say is no part of the result
+        said = 2 if log is None else stack.enter_context(log.open("ab"))
+        process = subprocess.Popen(
+            arm_command(recipe, arguments),
+            stdin=subprocess.PIPE,
+            stdout=said,
+            stderr=None if log is None else said,
+            env={**shared, **os.environ},
+            start_new_session=True,  # an interruption from the keyboard comes here, and only here
+        )
+        try:
+            yield process
+        finally:
+            process.stdin.close()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def end_with_parent() -> None:
@@ -89,7 +111,7 @@ def end_with_parent() -> None:
 
 
 def main() -> None:
-    """One rank of an arm: watches its parent from before the long imports on, then trains; rank 0 speaks for all."""
+    """One rank: watches its parent from before the long imports on, then trains; rank 0 speaks for all."""
     end_with_parent()
     if os.environ.get("RANK", "0") != "0":
         os.environ["TQDM_DISABLE"] = "1"
@@ -97,7 +119,8 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # errors stay: they go to stderr
     from forklora.recipes.arm import run_from_shell
 
-    run_from_shell(*sys.argv[1:])
+    for file, arm in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        run_from_shell(file, arm)
 
 
 if __name__ == "__main__":

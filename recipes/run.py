@@ -11,13 +11,16 @@ from typing import Any
 from forklora.recipes.config import Recipe
 from forklora.recipes.files import write_json
 from forklora.recipes.launch import run_ranks
-from forklora.recipes.options import Arm
+from forklora.recipes.options import Arm, ArmSpec
 from forklora.recipes.provenance import provenance
 from forklora.recipes.report import read_arms, write_report
 from forklora.recipes.zero import deepspeed_settings
+from pydantic import ValidationError
 
-_SHARED = ("model", "task", "sampling", "prompts", "group", "steps", "target", "evaluation", "forks", "seed", "ranks")
-_EARLIER = {"ranks": 1}  # what a record means that was written before there was such a key
+_SHARED = (
+    "model", "task", "sampling", "prompts", "group", "steps", "target", "evaluation", "forks", "outcome", "part",
+    "seed", "ranks",
+)  # fmt: skip
 
 
 def run_recipe(recipe: Recipe, *, overwrite: bool = False) -> list[dict[str, Any]]:
@@ -42,37 +45,49 @@ def run_recipe(recipe: Recipe, *, overwrite: bool = False) -> list[dict[str, Any
 
 
 def _run_arm(recipe: Recipe, arm: Arm, file: Path) -> None:
-    record = Path(recipe.output) / arm.name / "record.json"
-    record.unlink(missing_ok=True)
+    record_path(recipe, arm).unlink(missing_ok=True)
     try:
         code = run_ranks(recipe, [str(file), arm.name])
     except KeyboardInterrupt:
-        _record_end(recipe, arm, "interrupted", "KeyboardInterrupt: the arm was ended with the run")
+        interrupted = "KeyboardInterrupt: the arm was ended with the run"
+        record_end(recipe, arm, status="interrupted", error=interrupted)
         raise
     # killed before it could say so itself, or it could not even start
-    _record_end(recipe, arm, "failed", f"the arm's process ended with exit code {code} and left no record")
+    error = f"the arm's process ended with exit code {code} and left no record"
+    record_end(recipe, arm, status="failed", error=error)
 
 
-def _record_end(recipe: Recipe, arm: Arm, status: str, error: str) -> None:
-    """The record of an arm that left none."""
-    path = Path(recipe.output) / arm.name / "record.json"
-    if not path.exists():
+def record_path(recipe: Recipe, arm: ArmSpec) -> Path:
+    """Where an arm's record stands."""
+    return Path(recipe.output) / arm.name / "record.json"
+
+
+def read_record(recipe: Recipe, arm: ArmSpec) -> dict[str, Any]:
+    """An arm's record; empty where there is none that can be read."""
+    try:
+        record = json.loads(record_path(recipe, arm).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def record_end(recipe: Recipe, arm: Arm, *, status: str, error: str) -> None:
+    """Write the record of an arm that left none."""
+    if not record_path(recipe, arm).exists():
         shared = {"arm": arm.name, "task": recipe.task.name, "seed": recipe.seed, **provenance()}
-        write_json(path, {**shared, "status": status, "error": error, "recipe": recipe.model_dump(mode="json")})
+        end = {"status": status, "error": error, "recipe": recipe.model_dump(mode="json")}
+        write_json(record_path(recipe, arm), shared | end)
 
 
 def is_done(recipe: Recipe, arm: Arm) -> bool:
     """Whether this arm has a finished record of the same recipe."""
-    path = Path(recipe.output) / arm.name / "record.json"
+    record = read_record(recipe, arm)
+    if record.get("status") != "done":
+        return False
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        then = Recipe.model_validate(record.get("recipe"), strict=False)  # a record may be older than an option
+    except ValidationError:
         return False
-    if not isinstance(record, dict):
-        return False
-    now, then = recipe.model_dump(mode="json"), _EARLIER | (record.get("recipe") or {})
-    mine = arm.model_dump(mode="json")
-    same = all(now[key] == then.get(key) for key in _SHARED) and mine in (then.get("arms") or [])
+    same = all(getattr(recipe, key) == getattr(then, key) for key in _SHARED) and arm in then.arms
     # what the DeepSpeed configuration says counts, not what it is called
-    same = same and record.get("deepspeed") == deepspeed_settings(recipe.deepspeed)
-    return record.get("status") == "done" and same
+    return same and record.get("deepspeed") == deepspeed_settings(recipe.deepspeed)

@@ -7,7 +7,6 @@ the next cell: the parent starts a new group for the rest. The process ends as s
     python -m forklora.recipes.stages_side SPEC.json     (or under DeepSpeed's launcher)
 """
 
-import gc
 import hashlib
 import sys
 import time
@@ -22,13 +21,13 @@ from forklora.recipes.options import Closed
 from forklora.recipes.ranks import gathered, this_rank
 from forklora.recipes.stages_inputs import deepspeed_config, low_words, prompts, tokenizer
 from forklora.recipes.stages_plan import ADAPTERS, COMPLETION, GROUP, STEPS, Cell
+from forklora.trainers.releasing import release
 from forklora.trainers.rl import ForkGRPOTrainer
 from forklora.trainers.settings import ForkGRPOConfig
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from forklora.adapter import ForkLoraConfig
 from forklora.bases import Bases
@@ -86,7 +85,7 @@ def run_cell(cell: Cell, output: Path) -> dict[str, Any]:
     trained = _logits(trainer.model_wrapped, ids)
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     hashes = [_hash(live), *([_hash(dict(_named(trainer.bases)))] if trainer.bases is not None else [])]
-    _release(trainer)
+    release(trainer)
     everywhere = gathered(hashes)
     stock = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(output / "model", dtype=cell.dtype), str(folder / "adapter")
@@ -190,15 +189,6 @@ def _hash(tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         digest.update(name.encode() + tensors[name].detach().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _release(trainer: ForkGRPOTrainer) -> None:
-    """Nothing of this cell's engine reaches the next one; models are loaded whole again."""
-    if hasattr(trainer.model_wrapped, "destroy"):
-        trainer.model_wrapped.destroy()
-    trainer.accelerator.free_memory()
-    unset_hf_deepspeed_config()
-    gc.collect()
 
 
 def _changed(found: Mapping[str, Tensor], before: Mapping[str, Tensor], *, dtype: torch.dtype) -> int:

@@ -36,8 +36,8 @@ EXEMPT = {
     "forklora/attention.py:shared_attention": "transformers.AttentionInterface",
     "forklora/backward.py:listening.listen.forward": "a forward hook of torch.nn.Module",
     "forklora/bases.py:collect_bases": "the call collect_bases(model, tokenizer, prompts, ...) of the documentation",
-    "recipes/arm.py:Watch.on_log": "transformers.TrainerCallback",
-    "recipes/arm.py:Watch.on_train_begin": "transformers.TrainerCallback",
+    "recipes/watch.py:Watch.on_log": "transformers.TrainerCallback",
+    "recipes/watch.py:Watch.on_train_begin": "transformers.TrainerCallback",
     "trainers/rl.py:ForkGRPOTrainer.__init__": "trl.GRPOTrainer",
 }
 

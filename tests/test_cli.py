@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from forklora.recipes.cli import _side_by_side, main
+from forklora.recipes.cli import main
 from forklora.recipes.config import load_recipe, recipe_paths
+from forklora.recipes.grid import grid_paths
 from forklora.recipes.summary import summary_table
+from forklora.recipes.verbs import side_by_side
 from forklora.recipes.zero import deepspeed_path
 
 COMMAND = [sys.executable, "-c", "import sys; from forklora.recipes.cli import main; sys.exit(main())"]
@@ -46,7 +48,7 @@ def test_list_in_its_own_process_names_every_recipe_and_does_not_wait_for_torch(
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "False"
     rows = json.loads(Path("deep/list.json").read_text())
-    assert [row["name"] for row in rows] == list(recipe_paths())
+    assert [row["name"] for row in rows] == [*recipe_paths(), *grid_paths()]
     for row in rows:
         assert row["name"] in done.stdout and row["task"] in done.stdout and row["arms"] in done.stdout
     assert [path.name for path in Path("deep").iterdir()] == ["list.json"]
@@ -174,7 +176,7 @@ def test_an_unexpected_fault_is_not_dressed_up(fault, monkeypatch):
 
 def test_the_summary_stands_with_one_column_per_arm():
     records = [{"arm": name, "status": "done", "eval_reward_start": 0.5, "trained_parameters": 7} for name in "ab"]
-    table = _side_by_side(summary_table(records), title="t")
+    table = side_by_side(summary_table(records), title="t")
     assert [column.header for column in table.columns] == ["arm", "a", "b"]
     lines = list(zip(*(column.cells for column in table.columns), strict=True))
     assert ("trained parameters", "7", "7") in lines and ("status", "done", "done") in lines
@@ -182,5 +184,5 @@ def test_the_summary_stands_with_one_column_per_arm():
     assert ("steps to target", "—", "—") in lines
     assert not [line for line in lines if line[0] == "error"]
     (broken,) = summary_table([{"arm": "c", "status": "failed", "error": "out of memory"}])
-    (*_, last) = zip(*(column.cells for column in _side_by_side([broken], title="t").columns), strict=True)
+    (*_, last) = zip(*(column.cells for column in side_by_side([broken], title="t").columns), strict=True)
     assert last == ("error", "out of memory")
