@@ -240,12 +240,12 @@ def _moves(model: nn.Module, base: nn.Module) -> Iterator[tuple[Tensor, Tensor, 
     }
     for name, module in (adapted or own).items():
         weight = module.get_base_layer().weight if adapted else module.weight
-        before = untouched[name].weight.float()
-        delta = weight.float() - before.to(weight.device)
+        before = untouched[name].weight.to(weight.device).float()
+        delta = weight.float() - before
         if adapted and not module.merged:
             for adapter in (a for a in module.active_adapters if a in module.r):
                 delta = delta + module.get_delta_weight(adapter).float()
-        yield before.to(weight.device), before.to(weight.device) + delta, delta
+        yield before, before + delta, delta
 
 
 def _energies(delta: Tensor) -> Tensor:

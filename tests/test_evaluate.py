@@ -126,3 +126,36 @@ def test_the_map_says_in_words_what_the_trace_holds(examiner, tmp_path):
             assert {tokenizer().decode([int(a)]) for a in trace.candidate_ids[i, t] if a >= 0} == {
                 text for text, _ in token["candidates"]
             }
+
+
+def test_the_table_holds_the_reward_of_each_question_and_sample(examiner):
+    seen = []
+
+    def pay(text, answer):
+        seen.append((len(text) / 5, answer))
+        return len(text) / 5
+
+    model = policy()
+    accuracy = paying(examiner, pay).accuracy(model)
+    seen.clear()
+    table = examiner.table(model, samples=3)
+    assert table.shape == (40, 3)
+    assert table.flatten().tolist() == [reward for reward, _ in seen]
+    assert float(table.mean()) == accuracy
+    assert [answer for _, answer in seen] == [q.answer for q in examiner.questions for _ in range(3)]
+
+
+def test_another_number_of_samples_has_draws_of_its_own(examiner):
+    paying(examiner, lambda text, _: len(text) / 5)
+    model = policy()
+    own, more = examiner.table(model, samples=3), examiner.table(model, samples=6)
+    assert not torch.equal(more.flatten()[: own.numel()], own.flatten())
+    assert not torch.equal(more[:, :3], own)
+    assert torch.equal(examiner.table(model, samples=6), more)
+
+
+def test_the_split_is_the_recipes(tmp_path):
+    tests = examiner_of(tmp_path, evaluation=MANY | {"split": "test"})
+    validation = examiner_of(tmp_path, evaluation=MANY)
+    assert tests.questions == recipe_of(tmp_path).task.build().examples(40, seed=evaluate._SEED, split="test")
+    assert not {q.prompt for q in tests.questions} & {q.prompt for q in validation.questions}
