@@ -232,8 +232,8 @@ def _moves(model: nn.Module, base: nn.Module) -> Iterator[tuple[Tensor, Tensor, 
     inside: dict[str, Any] = dict(unwrap(model).named_modules())
     untouched: dict[str, Any] = dict(unwrap(base).named_modules())
     head = unwrap(model).get_output_embeddings()
-    adapted = {name: module for name, module in inside.items() if hasattr(module, "get_delta_weight")}
-    own = {
+    adapted: dict[str, Any] = {name: module for name, module in inside.items() if hasattr(module, "get_delta_weight")}
+    own: dict[str, Any] = {
         name: module
         for name, module in inside.items()
         if isinstance(module, nn.Linear | Conv1D) and module is not head and module.weight.requires_grad

@@ -145,13 +145,14 @@ def test_the_table_holds_the_reward_of_each_question_and_sample(examiner):
     assert [answer for _, answer in seen] == [q.answer for q in examiner.questions for _ in range(3)]
 
 
-def test_another_number_of_samples_has_draws_of_its_own(examiner):
-    paying(examiner, lambda text, _: len(text) / 5)
+def test_another_number_of_samples_has_draws_of_its_own(tmp_path):
+    examiner = examiner_of(tmp_path, evaluation=MANY | {"prompts": 1, "samples": 6})
+    paying(examiner, lambda text, _: float(sum(map(ord, text))))
     model = policy()
-    own, more = examiner.table(model, samples=3), examiner.table(model, samples=6)
-    assert not torch.equal(more.flatten()[: own.numel()], own.flatten())
-    assert not torch.equal(more[:, :3], own)
-    assert torch.equal(examiner.table(model, samples=6), more)
+    own, more = examiner.table(model, samples=6)[0], examiner.table(model, samples=12)[0]
+    assert len(set(own.tolist())) > 1
+    assert not torch.equal(more[:6], own)
+    assert torch.equal(examiner.table(model, samples=12)[0], more)
 
 
 def test_the_split_is_the_recipes(tmp_path):
