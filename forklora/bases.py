@@ -12,7 +12,7 @@ prompts of all ranks, so that the bases do not depend on how many ranks there ar
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,14 @@ from forklora.gathering import callable_alone, fetched
 from forklora.rollouts import Luck, Sampler, sample
 from forklora.sketch import Sketch
 from forklora.trace import Trace
-from forklora.unembed import read_unembedding, unwrap
+from forklora.unembed import Unembedding, read_unembedding, unwrap
 
 _NO_FORKS = (
     "no forks: at every position the sampler was sure of its token, so nothing flows back. Use other prompts, more of "
     "them, or a higher temperature."
 )
 _PARTS = ("output", "output_values", "input", "input_values")
+Change = Callable[[Trace, Unembedding], Trace]
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class BasisConfig:
         seed: of rollouts, pseudo-advantages and sketches; the global random state is left alone.
         layers: names of the target layers; None takes every linear layer but the head.
         progress: show a bar.
+        fewer: where fewer directions of a layer carry energy keep those, instead of raising.
     """
 
     output: int = 16
@@ -63,6 +65,7 @@ class BasisConfig:
     seed: int = 0
     layers: tuple[str, ...] | None = None
     progress: bool = True
+    fewer: bool = False
 
     def __post_init__(self) -> None:
         if min(self.output, self.input, self.batch) < 1 or self.group < 2:
@@ -146,6 +149,7 @@ def collect_bases(
     *,
     config: BasisConfig,
     sampler: Sampler,
+    change: Change | None = None,
 ) -> Bases:
     """Roll out the model on the prompts, find its forks and build the bases of every target layer.
 
@@ -159,6 +163,7 @@ def collect_bases(
         prompts: what to complete on this rank; more prompts mean better bases.
         config: how many directions, which layers, which seed.
         sampler: the policy's own sampling settings.
+        change: makes another trace of each one before it is summed, for bases of something else than the forks.
 
     Raises:
         ValueError: no forks on any rank, fewer directions than asked for, an unknown layer name, or a model whose
@@ -171,14 +176,14 @@ def collect_bases(
             "the model is in a ZeRO-3 engine already: collect bases before deepspeed.initialize, or load saved ones."
         )
     with all_or_none("collecting bases"), callable_alone(base):
-        sums, counts = _roll_out(base, tokenizer, prompts, config=config, sampler=sampler)
+        sums, counts = _roll_out(base, tokenizer, prompts, config=config, sampler=sampler, change=change)
     sums.all_reduce()
     facts = {name: summed(count) for name, count in counts.items()}
     if facts["forks"] == 0:
         raise ValueError(_NO_FORKS)
     facts |= {"seed": config.seed, "group": config.group}
-    settings = {"output": config.output, "input": config.input, "facts": {k: str(v) for k, v in facts.items()}}
-    return from_first(lambda: read_bases(sums, **settings))
+    told, sizes = {k: str(v) for k, v in facts.items()}, {"output": config.output, "input": config.input}
+    return from_first(lambda: read_bases(sums, facts=told, fewer=config.fewer, **sizes))
 
 
 def _roll_out(
@@ -188,6 +193,7 @@ def _roll_out(
     *,
     config: BasisConfig,
     sampler: Sampler,
+    change: Change | None,
 ) -> tuple[LayerSums, dict[str, int]]:
     """Sums and counts of this rank's own rollouts."""
     head = read_unembedding(model, tokenizer)
@@ -203,7 +209,7 @@ def _roll_out(
             places = [rank() + ranks() * j for j in range(i, i + len(chunk))]
             luck, advantages = drawn(places, group=config.group, length=sampler.max_new_tokens, seed=config.seed)
             trace = sample(model, chunk, sampler=sampler, group=config.group, unembedding=head, luck=luck)
-            sums.add(model, trace, advantages=advantages)
+            sums.add(model, trace if change is None else change(trace, head), advantages=advantages)
             counts["forks"] += len(find_forks(trace))
             counts["rollouts"] += len(trace)
     return sums, counts
@@ -228,17 +234,26 @@ def drawn(places: Sequence[int], *, group: int, length: int, seed: int) -> tuple
     return lambda t: every[:, t], pseudo_advantages(groups, torch.cat(draws))
 
 
-def read_bases(sums: LayerSums, *, output: int, input: int, facts: dict[str, str]) -> Bases:  # noqa: A002
+def read_bases(
+    sums: LayerSums,
+    *,
+    output: int,
+    input: int,  # noqa: A002
+    facts: dict[str, str],
+    fewer: bool = False,
+) -> Bases:
     """Leading eigenvectors of all sums: ``output`` and ``input`` directions a layer, as many as its sizes allow.
 
     Raises:
-        ValueError: nothing flowed back at all, or fewer directions carry energy than asked for.
+        ValueError: nothing flowed back at all; or fewer directions carry energy than asked for, without ``fewer``.
     """
     if sums.signal.trace == 0:
         raise ValueError(_NO_FORKS)
     layers = {}
     for name, (out, in_) in sums.sides.items():
         k, m = min(output, out.size), min(input, in_.size)
+        if fewer:
+            k, m = min(k, out.available), min(m, in_.available)
         try:
             (s, u), (eta, q) = out.eigenbasis(k), in_.eigenbasis(m)
         except ValueError as error:

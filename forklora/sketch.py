@@ -141,7 +141,7 @@ class Sketch:
             ValueError: nothing was added, something added was not finite, or fewer than ``k`` directions carry energy.
         """
         values, vectors = self._eigen()
-        available = int((values > _FLOOR * values[0]).sum())
+        available = self._carrying(values)
         if k < 1 or k > available:
             raise ValueError(
                 f"asked for {k} directions, but only {available} carry energy: the sketch has width {self.width} and "
@@ -150,6 +150,15 @@ class Sketch:
         values, vectors = values[:k], vectors[:, :k]
         peak = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
         return values, (vectors * peak.sign()).float()
+
+    @property
+    def available(self) -> int:
+        """Directions that carry energy: as many as :meth:`eigenbasis` can be asked for."""
+        return self._carrying(self._eigen()[0])
+
+    @staticmethod
+    def _carrying(values: Float64[Tensor, " w"]) -> int:
+        return int((values > _FLOOR * values[0]).sum())
 
     def _eigen(self) -> tuple[Float64[Tensor, " w"], Float64[Tensor, "size w"]]:
         product = self._product.cpu()

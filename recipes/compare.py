@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from forklora.recipes.comparison import write_comparison
 from forklora.recipes.config import Recipe
 from forklora.recipes.files import write_json
 from forklora.recipes.grid import Grid, GridArm, GridTask
@@ -39,6 +38,8 @@ def run_grid(grid: Grid, *, overwrite: bool = False) -> dict[str, Any]:
         grid: what to compare.
         overwrite: forget the records of an earlier comparison in that folder first.
     """
+    from forklora.recipes.comparison import write_comparison
+
     folder = Path(grid.output)
     if overwrite:
         for old in folder.glob("*/*/*/record.json"):
@@ -78,6 +79,7 @@ class Line:
         self.batch: list[Recipe] = []
         self.launched: set[str] = set()
         self.finished = False
+        self.explained = False  # the run that ended last has recorded its own failure
         self._launch = contextlib.ExitStack()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -122,6 +124,7 @@ class Line:
             arguments += [str(file), self.arm.name]
         log = Path(self.grid.output) / "logs" / f"{self.task.name}-{self.arm.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
+        self.explained = False
         launch = ranks_running(self.batch[0], arguments, beside=self.grid.beside, log=log)
         self._process = self._launch.enter_context(launch)
 
@@ -130,13 +133,14 @@ class Line:
         for recipe in list(self.batch):
             mine = recipe.output in self.launched and record_path(recipe, self.arm).exists()
             if mine or is_done(recipe, recipe.arms[0]):
+                self.explained = mine and read_record(recipe, self.arm).get("status") == "failed"
                 self.batch.remove(recipe)
                 bar.set_postfix_str(f"{self.task.name} {self.arm.name}", refresh=False)
                 bar.update(recipe.steps)
 
     def _blame(self, code: int) -> None:
-        """The launch has ended: the first run without a record is the one it died in."""
-        if self.batch:
+        """A launch has ended: unless a run has said why, it died in the first one without a record."""
+        if self.batch and not self.explained:
             log = f"logs/{self.task.name}-{self.arm.name}.log"
             error = f"the run's process ended with exit code {code} and left no record; see {log}"
             record_end(self.batch[0], self.batch[0].arms[0], status="failed", error=error)

@@ -100,7 +100,7 @@ def learner_of(recipe: Recipe, *, folder: Path) -> Learner:
     seconds = time.perf_counter() - start + spared
     rolled, spectrum = 0, None
     if sourced is not None:
-        rolled, spectrum = sourced.rollouts, sourced.spectrum
+        rolled, spectrum = sourced.rollouts, sourced.bases.spectrum
     elif trainer.bases is not None:
         rolled = min(recipe.forks.prompts, len(trainer.train_dataset)) * recipe.group
         spectrum = trainer.bases.spectrum
@@ -135,7 +135,7 @@ def _trainer(
     kind = ForkGRPOTrainer if arm.base_prompts is None else OfflineTrainer
     if arm.adapter == "full":
         unfreeze(model, arm)
-    config = adapter_config(recipe, arm, model=model, tokenizer=tokenizer, sourced=sourced)
+    config = adapter_config(arm, sourced=sourced, seed=recipe.seed)
     return kind(model, reward, args, train_dataset=rows, processing_class=tokenizer, peft_config=config)
 
 

@@ -6,11 +6,11 @@ import torch
 from forklora.recipes.config import Recipe
 from forklora.recipes.demo import DEMO_NAME, demo_model_folder
 from forklora.recipes.options import Arm
-from forklora.recipes.peft_arms import adapter_config
+from forklora.recipes.peft_arms import adapted_layers, adapter_config
 from forklora.recipes.refusal import Refusal
 from torch import nn
 
-from forklora.adapter import target_layers
+from forklora.adapter import ForkLoraConfig
 from forklora.backward import layer_shape
 from forklora.unembed import output_head
 
@@ -45,13 +45,18 @@ def _empty_model(name: str) -> nn.Module:
 
 
 def _complaint(model: nn.Module, arm: Arm) -> str:
+    """What is wrong with an arm for this model; nothing where all fits."""
+    if arm.init == "orthogonal" and arm.rank % 2:
+        return f"{arm.name}: init=orthogonal takes an even rank, and rank is {arm.rank}"
     try:
-        config = adapter_config(arm)
+        config = adapter_config(arm.model_copy(update={"layers": None}))
         modules = dict(model.named_modules())
-        shapes = {name: layer_shape(modules[name]) for name in target_layers(model, config)}
+        shapes = {name: layer_shape(modules[name]) for name in adapted_layers(model, arm)}
     except ValueError as error:
         return f"{arm.name}: {error}"
-    if arm.adapter == "lora":
+    if arm.layers is not None and arm.layers > len(shapes):
+        return f"{arm.name}: layers={arm.layers}, and only {len(shapes)} layers get an adapter"
+    if not isinstance(config, ForkLoraConfig):
         return ""
     needs = (config.output_width, config.input_width)
     for name, shape in shapes.items():

@@ -1,0 +1,208 @@
+"""Finds the bases that an arm starts from: forks of a task, random ones, or the weights' own singular vectors.
+
+Decisions: bases depend on what they are read from alone, and not on the arm: 16 directions a side of every linear
+layer, or more where an arm needs more; so runs of one folder share them, and each still counts the seconds and the
+rollouts that they cost once. Where fewer directions carry energy than an arm has, random ones orthogonal to them stand.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from forklora.recipes.config import Recipe
+from forklora.recipes.controls import control
+from forklora.recipes.evaluate import recipe_sampler
+from forklora.recipes.options import FORK_KINDS, Arm
+from torch import Tensor, nn
+
+from forklora.adapter import ForkLoraConfig
+from forklora.backward import layer_shape, linear_layers
+from forklora.bases import Bases, BasisConfig, LayerBasis, collect_bases, encode
+from forklora.collective import rank, ranks
+from forklora.drawing import generator_of
+from forklora.gathering import whole
+from forklora.targets import target_layers
+
+_SIDE = 16  # directions kept on each side
+
+
+@dataclass(frozen=True)
+class Sourced:
+    """Bases, and what they cost.
+
+    Attributes:
+        bases: of every layer that gets an adapter, with as many directions as it needs.
+        seconds: that finding them took, in whatever run it was done.
+        rollouts: that they were read from.
+    """
+
+    bases: Bases
+    seconds: float
+    rollouts: int
+
+
+def arm_bases(recipe: Recipe, arm: Arm, *, model: nn.Module, tokenizer: Any) -> Sourced | None:  # noqa: ANN401
+    """The bases of an arm's adapter; None where it has none. Every rank has to call this.
+
+    Args:
+        recipe: task, sampling and forks, where the arm does not state its own.
+        arm: kind, width and basis.
+        model: the base model, as it came.
+        tokenizer: of the model.
+
+    Raises:
+        ValueError: no forks, or more layers asked for than there are.
+    """
+    if arm.adapter not in FORK_KINDS:
+        return None
+    config = _needs(arm)
+    wanted = target_layers(model, config)
+    output, input_ = config.output_width, config.input_width
+    side = max(_SIDE, output, input_)
+    find: Callable[[], Bases]
+    if arm.basis == "forks":
+        facts = _fork_facts(recipe, arm)
+        find = lambda: _of_forks(recipe, arm, model=model, tokenizer=tokenizer, side=side)  # noqa: E731
+    else:
+        facts = {"basis": arm.basis, "model": recipe.model.model_dump(mode="json")}
+        facts |= {"seed": recipe.seed} if arm.basis == "random" else {}
+        find = lambda: _of_weights(model, arm.basis, side=side, seed=recipe.seed)  # noqa: E731
+    found = _kept((arm.forks or recipe.forks).kept_in, facts | {"side": side}, find)
+    names = wanted if arm.layers is None else strongest(found, wanted, count=arm.layers, size=(output, input_))
+    ready = {name: completed(found[name], (output, input_), key=f"{recipe.seed}/{name}") for name in names}
+    bases = Bases(ready, found.facts, found.spectrum)
+    return Sourced(bases, float(found.facts["seconds"]), int(found.facts.get("rollouts", 0)))
+
+
+def _needs(arm: Arm) -> ForkLoraConfig:
+    targets = arm.targets if isinstance(arm.targets, str) else list(arm.targets)
+    return ForkLoraConfig(kind=arm.adapter, r=arm.rank, width=arm.width, target_modules=targets)
+
+
+def _fork_facts(recipe: Recipe, arm: Arm) -> dict[str, Any]:
+    """Everything that bases of forks depend on."""
+    forks = arm.forks or recipe.forks
+    return {
+        "model": recipe.model.model_dump(mode="json"),
+        "task": (forks.task or recipe.task).model_dump(mode="json"),
+        "sampling": recipe.sampling.model_dump(mode="json"),
+        "group": recipe.group,
+        "forks": forks.model_dump(mode="json", exclude={"kept_in", "task"}),
+    }
+
+
+def _kept(folder: str | None, facts: dict[str, Any], find: Callable[[], Bases]) -> Bases:
+    """The bases with these facts: read from the folder where they are there, else found and kept in it."""
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    file = None if folder is None else Path(folder) / f"{digest}.safetensors"
+    if file is not None and file.exists():
+        return _read(file)
+    start = time.perf_counter()
+    found = find()
+    found = Bases(found.layers, {**found.facts, "seconds": f"{time.perf_counter() - start:.3f}"}, found.spectrum)
+    if file is not None and rank() == 0:
+        found.save(file)
+    return found
+
+
+@lru_cache(maxsize=2)
+def _read(file: Path) -> Bases:
+    return Bases.load(file)
+
+
+def _of_forks(recipe: Recipe, arm: Arm, *, model: nn.Module, tokenizer: Any, side: int) -> Bases:  # noqa: ANN401
+    forks = arm.forks or recipe.forks
+    questions = (forks.task or recipe.task).build().examples(forks.prompts, seed=forks.seed, split="train")
+    ids = [encode(tokenizer, question.prompt) for question in questions]
+    config = BasisConfig(
+        output=side, input=side, group=recipe.group, seed=forks.seed, layers=tuple(linear_layers(model)), fewer=True
+    )
+    sampler = recipe_sampler(recipe, tokenizer)
+    change = control(forks.signal, seed=forks.seed)
+    return collect_bases(model, tokenizer, ids[rank() :: ranks()], config=config, sampler=sampler, change=change)
+
+
+def _of_weights(model: nn.Module, basis: str, *, side: int, seed: int) -> Bases:
+    """Random orthonormal bases, or singular vectors of each weight: the largest first, or the smallest first."""
+    modules = dict(model.named_modules())
+    layers = {}
+    for name in linear_layers(model):
+        d_out, d_in = layer_shape(modules[name])
+        k, m = min(side, d_out), min(side, d_in)
+        if basis == "random":
+            u, q = (_random(d, n, key=f"{seed}/{name}/{d}/{s}") for d, n, s in ((d_out, k, "out"), (d_in, m, "in")))
+        else:
+            with whole(modules[name].weight):
+                u, q = singular_vectors(_matrix(modules[name]), count=min(k, m), smallest=basis == "minor")
+        none = torch.zeros(0, dtype=torch.float64)
+        layers[name] = LayerBasis(u, none, q, none, 0.0, 0.0)
+    return Bases(layers)
+
+
+def _matrix(module: Any) -> Tensor:  # noqa: ANN401 - a linear layer
+    """``W [d_out, d_in]``, also of GPT-2's transposed layers."""
+    weight = module.weight.detach()
+    return weight.T if type(module).__name__ == "Conv1D" else weight
+
+
+def singular_vectors(weight: Tensor, *, count: int, smallest: bool = False) -> tuple[Tensor, Tensor]:
+    """``count`` left ``[d_out, n]`` and right ``[d_in, n]`` singular vectors, of the largest or smallest values first.
+
+    They are read off the Gram matrix of the smaller side, in float64: exact enough for a matrix whose singular values
+    span less than seven orders of magnitude.
+    """
+    tall = weight.double() if weight.shape[0] >= weight.shape[1] else weight.double().T
+    _, vectors = torch.linalg.eigh(tall.T @ tall)  # ascending
+    small = vectors[:, :count] if smallest else vectors.flip(1)[:, :count]
+    large = torch.linalg.qr(tall @ small)
+    other = large.Q * large.R.diagonal().sign()  # qr leaves the signs open
+    left, right = (other, small) if tall.shape == weight.shape else (small, other)
+    return left.float(), right.float()
+
+
+def _random(size: int, count: int, *, key: str) -> Tensor:
+    """``count`` random orthonormal columns of length ``size``."""
+    return torch.linalg.qr(torch.randn(size, count, generator=generator_of(key))).Q
+
+
+def strongest(bases: Bases, names: list[str], *, count: int, size: tuple[int, int]) -> list[str]:
+    """The ``count`` layers whose blocks of ``size`` directions hold most of the policy gradient's energy, in order.
+
+    A layer's energy is ``trace(S)``, the second moment of its gradient, times the share of it on either side's leading
+    directions; a side that a kind leaves free counts whole.
+
+    Raises:
+        ValueError: there are fewer layers.
+    """
+    if count > len(names):
+        raise ValueError(f"layers={count}, and only {len(names)} layers get an adapter.")
+
+    def energy(name: str) -> float:
+        basis = bases[name]
+        sides = ((basis.output_values, basis.output_trace), (basis.input_values, basis.input_trace))
+        found = basis.output_trace
+        for (values, trace), kept in zip(sides, size, strict=True):
+            found *= float(values[:kept].sum()) / trace if kept and trace else 1.0
+        return found
+
+    chosen = set(sorted(names, key=energy, reverse=True)[:count])
+    return [name for name in names if name in chosen]
+
+
+def completed(basis: LayerBasis, size: tuple[int, int], *, key: str) -> LayerBasis:
+    """The leading ``size`` directions of each side; random ones, orthogonal to the others, where there are too few."""
+    sides = []
+    for side, count in ((basis.output, size[0]), (basis.input, size[1])):
+        spare = max(0, count - side.shape[1])
+        if spare:
+            more = torch.randn(len(side), spare, generator=generator_of(f"{key}/{count}"))
+            side = torch.cat([side, torch.linalg.qr(more - side @ (side.T @ more)).Q], 1)  # noqa: PLW2901
+        sides.append(side[:, : max(count, 1)])
+    values = basis.output_values[: size[0]], basis.input_values[: size[1]]
+    return LayerBasis(sides[0], values[0], sides[1], values[1], basis.output_trace, basis.input_trace)
