@@ -252,10 +252,9 @@ def read_bases(
     layers = {}
     for name, (out, in_) in sums.sides.items():
         k, m = min(output, out.size), min(input, in_.size)
-        if fewer:
-            k, m = min(k, out.available), min(m, in_.available)
+        read = Sketch.leading if fewer else Sketch.eigenbasis
         try:
-            (s, u), (eta, q) = out.eigenbasis(k), in_.eigenbasis(m)
+            (s, u), (eta, q) = read(out, k), read(in_, m)
         except ValueError as error:
             raise ValueError(
                 f"layer {name}: {error} More prompts or rollouts give more directions; or ask for fewer "

@@ -153,8 +153,23 @@ class Sketch:
 
     @property
     def available(self) -> int:
-        """Directions that carry energy: as many as :meth:`eigenbasis` can be asked for."""
-        return self._carrying(self._eigen()[0])
+        """Directions that carry energy: as many as :meth:`eigenbasis` can be asked for; 0 where nothing was added.
+
+        Raises:
+            ValueError: something added was not finite.
+        """
+        return self._carrying(self._eigen()[0]) if self._product.any() else 0
+
+    def leading(self, k: int) -> tuple[Float64[Tensor, " n"], Float32[Tensor, "size n"]]:
+        """As :meth:`eigenbasis`, but of the directions that carry energy where they are fewer than ``k``; maybe none.
+
+        Raises:
+            ValueError: something added was not finite.
+        """
+        found = min(k, self.available)
+        if found < 1:
+            return torch.zeros(0, dtype=torch.float64), torch.zeros(self.size, 0)
+        return self.eigenbasis(found)
 
     @staticmethod
     def _carrying(values: Float64[Tensor, " w"]) -> int:

@@ -9,7 +9,6 @@ import logging
 import random
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,17 @@ from typing import Any
 import torch
 from datasets import Dataset
 from forklora.recipes.config import Recipe
+from forklora.recipes.data_starts import Reward, Started, started
 from forklora.recipes.demo import load_model
 from forklora.recipes.offline import OfflineTrainer
 from forklora.recipes.options import FORK_KINDS, Arm, ForkSpec
 from forklora.recipes.peft_arms import adapter_config, keeps_base, unfreeze, weights_dtype
 from forklora.recipes.provenance import hash_tensors
 from forklora.recipes.ranks import this_rank
-from forklora.recipes.sources import Sourced, arm_bases
+from forklora.recipes.sources import arm_bases
 from forklora.recipes.tasks import Task
 from forklora.recipes.zero import deepspeed_path
 from forklora.trainers.rl import ForkGRPOConfig, ForkGRPOTrainer
-from torch import nn
 from transformers import set_seed
 
 from forklora.export import save_plain_lora
@@ -43,7 +42,7 @@ class Learner:
         tokenizer: of the model.
         arm: what it is made from.
         init_seconds: for the adapter and all it needs.
-        init_rollouts: for its bases.
+        init_rollouts: for its bases, or for the gradient that it starts from.
         base_hash: of the weights before anything was done to them.
         spectrum: eigenvalues of the forks' covariance; None without forks.
     """
@@ -87,18 +86,26 @@ class Learner:
 
 
 def learner_of(recipe: Recipe, *, folder: Path) -> Learner:
-    """The learner of a recipe's one arm; for a fork adapter its bases are found."""
+    """The learner of a recipe's one arm; what its adapter starts from is found. Every rank has to call this."""
     arm, task = recipe.arms[0], recipe.task.build()
     set_seed(recipe.seed)
     model, tokenizer = load_model(recipe.model.name, weights_dtype(recipe, arm))
     base_hash = hash_tensors(model)
+    args = trainer_settings(recipe, arm, folder=folder)  # from here on ranks know of each other
+    if args.world_size != recipe.ranks:
+        raise ValueError(f"the recipe asks for {recipe.ranks} ranks, and {args.world_size} train together.")
+    model: Any = model.to(args.device)
     start = time.perf_counter()
     sourced = None if _collects(recipe, arm) else arm_bases(recipe, arm, model=model, tokenizer=tokenizer)
     spared = 0.0 if sourced is None else sourced.seconds - (time.perf_counter() - start)
-    trainer = _trainer(recipe, folder=folder, task=task, model=model, tokenizer=tokenizer, sourced=sourced)
-    trainer.model.to(trainer.args.device)
+    if arm.adapter == "full":
+        unfreeze(model, arm)
+    config = adapter_config(arm, sourced=sourced, seed=recipe.seed)
+    reward = coins(recipe.seed) if arm.reward == "random" else _scored(task)
+    ready = started(recipe, arm, model=model, tokenizer=tokenizer, config=config, reward=reward)
+    trainer = _trainer(recipe, args, task=task, tokenizer=tokenizer, ready=ready)
     seconds = time.perf_counter() - start + spared
-    rolled, spectrum = 0, None
+    rolled, spectrum = ready.rollouts, None
     if sourced is not None:
         rolled, spectrum = sourced.rollouts, sourced.bases.spectrum
     elif trainer.bases is not None:
@@ -117,29 +124,19 @@ def _collects(recipe: Recipe, arm: Arm) -> bool:
 
 def _trainer(
     recipe: Recipe,
+    args: ForkGRPOConfig,
     *,
-    folder: Path,
     task: Task,
-    model: nn.Module,
     tokenizer: Any,  # noqa: ANN401
-    sourced: Sourced | None,
+    ready: Started,
 ) -> ForkGRPOTrainer:
     arm = recipe.arms[0]
     distinct = arm.base_prompts or max(recipe.steps, 1) * recipe.prompts
     questions = task.examples(distinct, seed=recipe.seed, split="train")
     rows = Dataset.from_list([{"prompt": e.prompt, "answer": e.answer} for e in questions])
-    args = trainer_settings(recipe, arm, folder=folder)
-    if args.world_size != recipe.ranks:
-        raise ValueError(f"the recipe asks for {recipe.ranks} ranks, and {args.world_size} train together.")
     reward = coins(recipe.seed) if arm.reward == "random" else _scored(task)
     kind = ForkGRPOTrainer if arm.base_prompts is None else OfflineTrainer
-    if arm.adapter == "full":
-        unfreeze(model, arm)
-    config = adapter_config(arm, sourced=sourced, seed=recipe.seed)
-    return kind(model, reward, args, train_dataset=rows, processing_class=tokenizer, peft_config=config)
-
-
-Reward = Callable[..., list[float]]
+    return kind(ready.model, reward, args, train_dataset=rows, processing_class=tokenizer, peft_config=ready.config)
 
 
 def _scored(task: Task) -> Reward:

@@ -5,13 +5,13 @@ from typing import Any
 from forklora.recipes.config import Recipe
 from forklora.recipes.options import FORK_KINDS, Arm
 from forklora.recipes.sources import Sourced
-from peft import LoraConfig, PeftConfig, TinyLoraConfig
+from peft import EvaConfig, LoraConfig, LoraGAConfig, PeftConfig, TinyLoraConfig
 from torch import nn
 
 from forklora.adapter import ForkLoraConfig
 from forklora.targets import target_layers
 
-_MOVES_BASE = ("pissa", "olora", "orthogonal", "lora_ga")
+_MOVES_BASE = ("pissa", "olora", "lora_ga")
 
 
 def keeps_base(arm: Arm) -> bool:
@@ -68,7 +68,17 @@ def adapter_config(arm: Arm, *, sourced: Sourced | None = None, seed: int = 0) -
             bases=bases,
         )
     start: Any = True if arm.init == "default" else arm.init
-    return LoraConfig(r=arm.rank, lora_alpha=alpha, target_modules=_targets(arm), init_lora_weights=start)
+    theirs: dict[str, Any] = {
+        "eva": {"eva_config": EvaConfig()},
+        "lora_ga": {"lora_ga_config": LoraGAConfig()},
+    }
+    return LoraConfig(
+        r=arm.rank,
+        lora_alpha=alpha,
+        target_modules=_targets(arm),
+        init_lora_weights=start,
+        **theirs.get(arm.init, {}),
+    )
 
 
 def _targets(arm: Arm) -> str | list[str]:

@@ -3,13 +3,14 @@
 Decisions: bases depend on what they are read from alone, and not on the arm: 16 directions a side of every linear
 layer, or more where an arm needs more; so runs of one folder share them, and each still counts the seconds and the
 rollouts that they cost once. Where fewer directions carry energy than an arm has, random ones orthogonal to them stand.
+Rank 0 alone looks for kept bases, and writes them: ranks that disagreed about it would wait for each other for ever.
 """
 
 import hashlib
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ from forklora.recipes.config import Recipe
 from forklora.recipes.controls import control
 from forklora.recipes.evaluate import recipe_sampler
 from forklora.recipes.options import FORK_KINDS, Arm
+from forklora.recipes.provenance import hash_tensors
 from torch import Tensor, nn
 
 from forklora.adapter import ForkLoraConfig
 from forklora.backward import layer_shape, linear_layers
 from forklora.bases import Bases, BasisConfig, LayerBasis, collect_bases, encode
-from forklora.collective import rank, ranks
+from forklora.collective import from_first, rank, ranks
 from forklora.drawing import generator_of
 from forklora.gathering import whole
 from forklora.targets import target_layers
@@ -73,7 +75,9 @@ def arm_bases(recipe: Recipe, arm: Arm, *, model: nn.Module, tokenizer: Any) -> 
         facts = {"basis": arm.basis, "model": recipe.model.model_dump(mode="json")}
         facts |= {"seed": recipe.seed} if arm.basis == "random" else {}
         find = lambda: _of_weights(model, arm.basis, side=side, seed=recipe.seed)  # noqa: E731
-    found = _kept((arm.forks or recipe.forks).kept_in, facts | {"side": side}, find)
+    folder = (arm.forks or recipe.forks).kept_in
+    weights = "" if folder is None else hash_tensors(model)  # a folder may hold another model by now
+    found = _kept(folder, facts | {"side": side, "weights": weights}, find)
     names = wanted if arm.layers is None else strongest(found, wanted, count=arm.layers, size=(output, input_))
     ready = {name: completed(found[name], (output, input_), key=f"{recipe.seed}/{name}") for name in names}
     bases = Bases(ready, found.facts, found.spectrum)
@@ -98,17 +102,22 @@ def _fork_facts(recipe: Recipe, arm: Arm) -> dict[str, Any]:
 
 
 def _kept(folder: str | None, facts: dict[str, Any], find: Callable[[], Bases]) -> Bases:
-    """The bases with these facts: read from the folder where they are there, else found and kept in it."""
+    """The bases with these facts, the same on every rank: from the folder where they are there, else found and kept."""
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     file = None if folder is None else Path(folder) / f"{digest}.safetensors"
-    if file is not None and file.exists():
-        return _read(file)
+    kept = from_first(lambda: None if file is None or not file.exists() else _read(file))
+    if kept is not None:
+        return kept
     start = time.perf_counter()
     found = find()
-    found = Bases(found.layers, {**found.facts, "seconds": f"{time.perf_counter() - start:.3f}"}, found.spectrum)
-    if file is not None and rank() == 0:
-        found.save(file)
-    return found
+    seconds = f"{time.perf_counter() - start:.3f}"
+
+    def keep() -> str:
+        if file is not None:
+            replace(found, facts={**found.facts, "seconds": seconds}).save(file)
+        return seconds
+
+    return replace(found, facts={**found.facts, "seconds": from_first(keep)})
 
 
 @lru_cache(maxsize=2)
@@ -130,7 +139,7 @@ def _of_forks(recipe: Recipe, arm: Arm, *, model: nn.Module, tokenizer: Any, sid
 
 def _of_weights(model: nn.Module, basis: str, *, side: int, seed: int) -> Bases:
     """Random orthonormal bases, or singular vectors of each weight: the largest first, or the smallest first."""
-    modules = dict(model.named_modules())
+    modules: dict[str, Any] = dict(model.named_modules())
     layers = {}
     for name in linear_layers(model):
         d_out, d_in = layer_shape(modules[name])
@@ -155,15 +164,19 @@ def singular_vectors(weight: Tensor, *, count: int, smallest: bool = False) -> t
     """``count`` left ``[d_out, n]`` and right ``[d_in, n]`` singular vectors, of the largest or smallest values first.
 
     They are read off the Gram matrix of the smaller side, in float64: exact enough for a matrix whose singular values
-    span less than seven orders of magnitude.
+    span less than seven orders of magnitude. Where values are zero the vectors are orthogonal to all others. There are
+    at most ``min(d_out, d_in)``.
     """
     tall = weight.double() if weight.shape[0] >= weight.shape[1] else weight.double().T
     _, vectors = torch.linalg.eigh(tall.T @ tall)  # ascending
-    small = vectors[:, :count] if smallest else vectors.flip(1)[:, :count]
-    large = torch.linalg.qr(tall @ small)
-    other = large.Q * large.R.diagonal().sign()  # qr leaves the signs open
-    left, right = (other, small) if tall.shape == weight.shape else (small, other)
-    return left.float(), right.float()
+    small = vectors.flip(1)
+    # largest first: what rounding leaves of a zero value must not displace a true direction
+    large, triangle = torch.linalg.qr(tall @ small)
+    large = torch.where(triangle.diagonal() < 0, -large, large)  # qr leaves the signs open
+    if smallest:
+        small, large = small.flip(1), large.flip(1)
+    left, right = (large, small) if tall.shape == weight.shape else (small, large)
+    return left[:, :count].float().cpu().contiguous(), right[:, :count].float().cpu().contiguous()
 
 
 def _random(size: int, count: int, *, key: str) -> Tensor:
@@ -196,13 +209,16 @@ def strongest(bases: Bases, names: list[str], *, count: int, size: tuple[int, in
 
 
 def completed(basis: LayerBasis, size: tuple[int, int], *, key: str) -> LayerBasis:
-    """The leading ``size`` directions of each side; random ones, orthogonal to the others, where there are too few."""
+    """The leading ``size`` directions of each side; random ones, orthogonal to the others, where there are too few.
+
+    A side that a kind leaves free (size 0) keeps one.
+    """
     sides = []
-    for side, count in ((basis.output, size[0]), (basis.input, size[1])):
+    for name, side, count in (("output", basis.output, size[0]), ("input", basis.input, size[1])):
+        count = max(count, 1)  # noqa: PLW2901
         spare = max(0, count - side.shape[1])
-        if spare:
-            more = torch.randn(len(side), spare, generator=generator_of(f"{key}/{count}"))
-            side = torch.cat([side, torch.linalg.qr(more - side @ (side.T @ more)).Q], 1)  # noqa: PLW2901
-        sides.append(side[:, : max(count, 1)])
-    values = basis.output_values[: size[0]], basis.input_values[: size[1]]
+        more = torch.randn(len(side), spare, generator=generator_of(f"{key}/{name}/{count}"))
+        added = torch.linalg.qr(torch.cat([side, more], 1)).Q[:, side.shape[1] :]
+        sides.append(torch.cat([side[:, :count], added], 1))
+    values = basis.output_values[: max(size[0], 1)], basis.input_values[: max(size[1], 1)]
     return LayerBasis(sides[0], values[0], sides[1], values[1], basis.output_trace, basis.input_trace)
