@@ -10,6 +10,7 @@ process, each with a model and an engine of its own.
 
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ def main(recipe_file: str, arm_name: str) -> None:
     arm = next(a for a in recipe.arms if a.name == arm_name)
     record: dict[str, Any] = {"arm": arm.name, "task": recipe.task.name, "seed": recipe.seed, "error": None}
     record |= {"ranks": recipe.ranks, "deepspeed": deepspeed_settings(recipe.deepspeed)}
-    record |= {"recipe": recipe.model_dump(mode="json"), **provenance()}
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    record |= {"created_at": now, "recipe": recipe.model_dump(mode="json"), **provenance()}
     folder = Path(recipe.output) / arm.name
     file, rank, start = folder / "record.json", this_rank(), time.perf_counter()
     try:

@@ -5,7 +5,6 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,8 @@ _PACKAGES = ("forklora", "torch", "transformers", "peft", "trl", "accelerate", "
 
 
 def provenance() -> dict[str, Any]:
-    """The time, versions of what computes, commit of this package and the machine, as a record holds them."""
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"created_at": now, "versions": _versions(), **_commit(), "hardware": _hardware()}
+    """Versions of what computes, commit of this package and the machine, as a record holds them."""
+    return {"versions": _versions(), **_commit(), "hardware": _hardware()}
 
 
 def _versions() -> dict[str, str | None]:
