@@ -33,10 +33,11 @@ def shuffled(trace: Trace, head: Unembedding, *, seed: int) -> Trace:
     """The signal that the same probabilities would send if every token were another one.
 
     ``delta' = w_p(y) - sum_K mu_a w_p(a) / sum_K mu_a`` over the recorded candidates ``K`` with one random permutation
-    ``p`` of the valid tokens, scaled so that ``|delta'| = |delta|`` at every position.
+    ``p`` of the tokens that the tokenizer knows, scaled so that ``|delta'| = |delta|`` wherever there are two
+    candidates or more, or a drawn token that is none of them; elsewhere it is zero.
     """
     delta, valid = _signal(trace), head.valid_ids.cpu()
-    place = torch.arange(int(valid.max()) + 1)
+    place = torch.arange(len(head.weight))
     place[valid] = valid[torch.randperm(len(valid), generator=generator_of(f"shuffled/{seed}"))]
     where, probs = trace.completion_mask.cpu(), trace.candidate_probs.cpu()
     ids = place[trace.candidate_ids.cpu()[where].clamp_min(0)]  # [n, K]

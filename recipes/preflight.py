@@ -30,7 +30,8 @@ def check_recipe(recipe: Recipe) -> None:
     if torch.cuda.is_available() and torch.cuda.device_count() < recipe.ranks:
         raise Refusal(f"ranks={recipe.ranks}, but there are {torch.cuda.device_count()} accelerators to train on")
     model = _empty_model(recipe.model.name)
-    complaints = [text for arm in recipe.arms if (text := _complaint(model, recipe, arm))]
+    found = (_complaint(model, recipe, arm) for arm in recipe.arms)
+    complaints = [text for text in dict.fromkeys(found) if text]
     if complaints:
         raise Refusal("the arms do not fit the model:\n" + "\n".join(f"  {text}" for text in complaints))
 

@@ -149,9 +149,13 @@ def _of_weights(model: nn.Module, basis: str, *, side: int, seed: int) -> Bases:
         else:
             with whole(modules[name].weight):
                 u, q = singular_vectors(_matrix(modules[name]), count=min(k, m), smallest=basis == "minor")
-        none = torch.zeros(0, dtype=torch.float64)
-        layers[name] = LayerBasis(u, none, q, none, 0.0, 0.0)
+        layers[name] = LayerBasis(u, _zeros(u), q, _zeros(q), 0.0, 0.0)
     return Bases(layers)
+
+
+def _zeros(side: Tensor) -> Tensor:
+    """Eigenvalues of directions in which no energy was seen."""
+    return torch.zeros(side.shape[1], dtype=torch.float64)
 
 
 def _matrix(module: Any) -> Tensor:  # noqa: ANN401 - a linear layer
@@ -214,11 +218,10 @@ def completed(basis: LayerBasis, size: tuple[int, int], *, key: str) -> LayerBas
     A side that a kind leaves free (size 0) keeps one.
     """
     sides = []
-    for name, side, count in (("output", basis.output, size[0]), ("input", basis.input, size[1])):
-        count = max(count, 1)  # noqa: PLW2901
-        spare = max(0, count - side.shape[1])
-        more = torch.randn(len(side), spare, generator=generator_of(f"{key}/{name}/{count}"))
+    parts = (("output", basis.output, basis.output_values), ("input", basis.input, basis.input_values))
+    for (name, side, values), wanted in zip(parts, size, strict=True):
+        count = max(wanted, 1)
+        more = torch.randn(len(side), max(0, count - side.shape[1]), generator=generator_of(f"{key}/{name}/{count}"))
         added = torch.linalg.qr(torch.cat([side, more], 1)).Q[:, side.shape[1] :]
-        sides.append(torch.cat([side[:, :count], added], 1))
-    values = basis.output_values[: max(size[0], 1)], basis.input_values[: max(size[1], 1)]
-    return LayerBasis(sides[0], values[0], sides[1], values[1], basis.output_trace, basis.input_trace)
+        sides += [torch.cat([side[:, :count], added], 1), torch.cat([values[:count], _zeros(added)])]
+    return LayerBasis(*sides, basis.output_trace, basis.input_trace)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,8 @@ PROMPTS = [*tiny.prompts((3, 5, 1, 4)), "abc\n", "j"]
 
 def collect(net, config=CONFIG, **changes):
     settings = {"prompts": PROMPTS, "sampler": SAMPLER} | changes
-    return collect_bases(net, tiny.tokenizer(), settings["prompts"], config=config, sampler=settings["sampler"])
+    change, sampler = changes.get("change"), settings["sampler"]
+    return collect_bases(net, tiny.tokenizer(), settings["prompts"], config=config, sampler=sampler, change=change)
 
 
 def equal(a, b):
@@ -164,6 +166,30 @@ def test_too_few_directions_are_told_by_layer():
         ValueError, match=r"layer model\.layers\.\d.*asked for 1?\d directions, but only \d+ carry energy"
     ):
         collect(tiny.model(), config, prompts=[[3]], sampler=Sampler(max_new_tokens=2))
+
+
+def test_with_fewer_those_that_carry_energy_are_kept():
+    few = {"prompts": [[3]], "sampler": Sampler(max_new_tokens=2)}
+    config = BasisConfig(output=12, input=12, group=2, batch=1, progress=False, fewer=True)
+    bases = collect(tiny.model(), config, **few)
+    widths = [side.shape[1] for basis in bases.values() for side in (basis.output, basis.input)]
+    assert 1 <= min(widths) < 12
+    for name, basis in bases.items():
+        settings = {"output": basis.output.shape[1], "input": basis.input.shape[1], "layers": (name,)}
+        exact = collect(tiny.model(), replace(config, fewer=False, width=48, **settings), **few)[name]
+        assert torch.equal(exact.output, basis.output) and torch.equal(exact.input, basis.input)
+
+
+def test_another_signal_gives_other_bases_of_the_same_rollouts():
+    def doubled(trace, head):
+        assert head.width == HIDDEN
+        return replace(trace, delta=2 * trace.delta)
+
+    plain, changed = collect(tiny.model()), collect(tiny.model(), change=doubled)
+    assert plain.facts == changed.facts
+    for name in plain:
+        close(changed[name].output_values, 4 * plain[name].output_values)
+        assert changed[name].output_trace == pytest.approx(4 * plain[name].output_trace)
 
 
 def test_only_the_chosen_layers_get_bases_and_narrow_sides_are_whole():

@@ -146,6 +146,23 @@ def test_an_empty_or_zero_or_broken_sketch_has_no_basis():
             sketch.eigenbasis(1)
 
 
+@pytest.mark.parametrize("width", [8, 30])
+def test_where_fewer_directions_carry_energy_the_leading_ones_are_those(width):
+    sketch = sketched(decaying(30)[0][:4], width=width)
+    assert sketch.available == 4
+    for k in (1, 4, 9):
+        for found, expected in zip(sketch.leading(k), sketch.eigenbasis(min(k, 4)), strict=True):
+            assert torch.equal(found, expected)
+
+
+def test_nothing_added_has_no_leading_direction_and_what_is_not_finite_is_refused():
+    for empty in (Sketch(5, width=2, seed=0), sketched(torch.zeros(3, 5), width=5)):
+        values, vectors = empty.leading(3)
+        assert empty.available == 0 and values.shape == (0,) and vectors.shape == (5, 0)
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        sketched(torch.full((1, 5), float("nan")), width=2).leading(1)
+
+
 def test_the_spectrum_is_what_the_basis_says_and_never_negative():
     sketch = sketched(decaying(30)[0][:4], width=12)
     assert torch.equal(sketch.spectrum(4), sketch.eigenbasis(4)[0])
