@@ -9,7 +9,6 @@ round is read off them every time.
 import contextlib
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from forklora.recipes.files import write_json
 from forklora.recipes.grid import Grid, GridArm, GridTask
 from forklora.recipes.launch import ranks_running
 from forklora.recipes.preflight import check_recipe
+from forklora.recipes.rounds import rounds
 from forklora.recipes.run import is_done, read_record, record_end, record_path
 from tqdm.auto import tqdm
 
@@ -144,28 +144,3 @@ class Line:
             log = f"logs/{self.task.name}-{self.arm.name}.log"
             error = f"the run's process ended with exit code {code} and left no record; see {log}"
             record_end(self.batch[0], self.batch[0].arms[0], status="failed", error=error)
-
-
-def rounds(grid: Grid, task: GridTask, arm: GridArm) -> Iterator[list[Recipe]]:
-    """The runs of an arm on a task, round by round; each round waits for the records of the one before.
-
-    Nothing is reported where every rate of a round has failed.
-    """
-    rates: Sequence[float] = sorted(set(arm.rates))
-    for place, trial in enumerate(grid.trials):
-        tried = {rate: grid.trial(task, arm, rate=rate, round_=place) for rate in rates}
-        yield list(tried.values())
-        rates = kept_rates({rate: _result(recipe) for rate, recipe in tried.items()}, keep=trial.keep)
-    for rate in rates:
-        yield [grid.report(task, arm, rate=rate, seed=seed) for seed in grid.seeds]
-
-
-def kept_rates(results: dict[float, float | None], *, keep: int) -> list[float]:
-    """The best of the rates by their results, best first; of equal ones the smaller. None is no result."""
-    found = [(-result, rate) for rate, result in results.items() if result is not None]
-    return [rate for _, rate in sorted(found)[:keep]]
-
-
-def _result(recipe: Recipe) -> float | None:
-    record = read_record(recipe, recipe.arms[0])
-    return record.get("eval_reward_final") if record.get("status") == "done" else None

@@ -4,72 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from forklora.recipes.compare import kept_rates, rounds, run_grid
-from forklora.recipes.files import write_json
-from forklora.recipes.grid import Grid
-from forklora.recipes.run import record_path
+from forklora.recipes.compare import run_grid
+from forklora.recipes.rounds import rounds
 
-from tiny_policy import recipe_of
-
-TRIALS = [{"steps": 1, "keep": 2}, {"steps": 2, "keep": 1}]
-
-
-def grid_of(folder, **changes):
-    """Two arms, three rates, one task, two steps, on a tiny saved policy."""
-    recipe = recipe_of(folder)
-    content = {
-        "name": "tiny", "description": "Two arms.", "model": recipe.model.model_dump(),
-        "tasks": [{"name": "products", "task": {"name": "multiplication", "options": {}}, "target": 1.0}],
-        "sampling": {"max_new_tokens": 5, "stop": ["\n"]}, "prompts": 2, "group": 4, "steps": 2, "seeds": [0],
-        "trials": TRIALS, "choosing": {"prompts": 3, "samples": 2},
-        "evaluation": {"every": 1, "prompts": 3, "samples": 2}, "outcome": {"samples": 2, "kl_prompts": 2},
-        "forks": {"prompts": 4}, "baseline": "plain",
-        "arms": [
-            {"name": "plain", "adapter": "lora", "optimizer": "adamw", "rates": [0.001, 0.01, 0.1]},
-            {"name": "ours", "adapter": "block", "rates": [0.01, 0.1, 1.0]},
-        ],
-        "output": str(folder / "grid"),
-    }  # fmt: skip
-    return Grid.model_validate(content | changes)
-
-
-def put(recipe, status="done", accuracy=0.0):
-    """A record that stands where this run's would."""
-    content = {"status": status, "recipe": recipe.model_dump(mode="json"), "deepspeed": None}
-    write_json(record_path(recipe, recipe.arms[0]), content | {"eval_reward_final": accuracy})
-
-
-def test_the_best_rates_go_on_and_of_equals_the_smaller():
-    results = {0.1: 0.5, 0.01: 0.7, 1.0: 0.7, 10.0: None}
-    assert kept_rates(results, keep=1) == [0.01]
-    assert kept_rates(results, keep=3) == [0.01, 1.0, 0.1]
-    assert kept_rates(results, keep=4) == [0.01, 1.0, 0.1]
-    assert kept_rates({1.0: None}, keep=1) == []
-
-
-def test_rounds_follow_the_records(tmp_path):
-    grid = grid_of(tmp_path, seeds=[0, 1])
-    found = rounds(grid, grid.tasks[0], grid.arms[0])
-    first = next(found)
-    assert [r.arms[0].rate for r in first] == [0.001, 0.01, 0.1]
-    assert {(r.steps, r.part.round) for r in first} == {(1, "trial1")}
-    for recipe, (status, accuracy) in zip(first, [("done", 0.2), ("failed", 0.9), ("done", 0.3)], strict=True):
-        put(recipe, status, accuracy)
-    second = next(found)
-    assert [(r.arms[0].rate, r.steps, r.part.round) for r in second] == [(0.1, 2, "trial2"), (0.001, 2, "trial2")]
-    for recipe, accuracy in zip(second, [0.1, 0.4], strict=True):
-        put(recipe, accuracy=accuracy)
-    assert [(r.arms[0].rate, r.seed, r.part.round) for r in next(found)] == [(0.001, 0, "report"), (0.001, 1, "report")]
-    assert next(found, None) is None
-
-
-def test_nothing_is_reported_where_all_rates_failed(tmp_path):
-    grid = grid_of(tmp_path)
-    found = rounds(grid, grid.tasks[0], grid.arms[0])
-    for recipe in next(found):
-        put(recipe, "failed")
-    assert next(found) == []
-    assert next(found, None) is None
+from tiny_grid import grid_of, put
 
 
 def test_a_finished_comparison_starts_no_process(tmp_path, monkeypatch):
