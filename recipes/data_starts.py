@@ -97,7 +97,7 @@ def _with_eva(model: nn.Module, config: LoraConfig, prompts: list[list[int]], *,
     for i in range(0, len(prompts), _BATCH):
         ids, mask = pad_prompts(prompts[i : i + _BATCH], pad)
         batches.append({"input_ids": ids, "attention_mask": mask.long()})
-    wanted = round(config.r * config.eva_config.rho)
+    wanted = 1 if config.eva_config is None else round(config.r * config.eva_config.rho)
     if all(int(batch["attention_mask"].sum()) < wanted for batch in batches):  # PEFT would look for more for ever
         raise ValueError(f"EVA: rank {config.r} takes {wanted} tokens in a batch of {_BATCH} prompts; add prompts")
 
@@ -160,11 +160,12 @@ def _hand_over(model: nn.Module, config: LoraConfig, batches: list[tuple[Trace, 
     """Give PEFT the gradient ``-sum A delta`` of each layer's weight, over the rollouts of all ranks."""
     every: dict[str, Any] = dict(model.named_modules())
     modules = {name: every[name] for name in target_layers(model, config)}
-    config.target_modules = set(modules)  # PEFT does not know "all-linear" here
+    config.target_modules = list(modules)  # PEFT does not know "all-linear" here
     sums = {name: _zeros(module) for name, module in modules.items()}
     calls: Counter[str] = Counter()
 
-    def receive(name: str, x: Tensor, g: Tensor) -> None:
+    def receive(name: str, *seen: Tensor) -> None:
+        x, g = seen
         sums[name] -= g.flatten(0, -2).float().T @ x.flatten(0, -2).float()
         calls[name] += 1
 

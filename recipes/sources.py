@@ -217,11 +217,11 @@ def completed(basis: LayerBasis, size: tuple[int, int], *, key: str) -> LayerBas
 
     A side that a kind leaves free (size 0) keeps one.
     """
-    sides = []
+    sides: list[tuple[Tensor, Tensor]] = []
     parts = (("output", basis.output, basis.output_values), ("input", basis.input, basis.input_values))
     for (name, side, values), wanted in zip(parts, size, strict=True):
         count = max(wanted, 1)
         more = torch.randn(len(side), max(0, count - side.shape[1]), generator=generator_of(f"{key}/{name}/{count}"))
         added = torch.linalg.qr(torch.cat([side, more], 1)).Q[:, side.shape[1] :]
-        sides += [torch.cat([side[:, :count], added], 1), torch.cat([values[:count], _zeros(added)])]
-    return LayerBasis(*sides, basis.output_trace, basis.input_trace)
+        sides.append((torch.cat([side[:, :count], added], 1), torch.cat([values[:count], _zeros(added)])))
+    return LayerBasis(*sides[0], *sides[1], basis.output_trace, basis.input_trace)
