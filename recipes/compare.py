@@ -45,7 +45,7 @@ def run_grid(grid: Grid, *, overwrite: bool = False) -> dict[str, Any]:
         for old in folder.glob("*/*/*/record.json"):
             old.unlink()
     write_json(folder / "grid.json", grid.model_dump(mode="json"))
-    waiting = [Line(grid, task, arm) for task in grid.tasks for arm in grid.arms]
+    waiting = [Line(grid, task=task, arm=arm) for task in grid.tasks for arm in grid.arms]
     try:
         with tqdm(total=sum(line.steps for line in waiting), desc=grid.name, unit="step") as bar:
             _run_lines(waiting, beside=grid.beside, bar=bar)
@@ -59,23 +59,22 @@ def _run_lines(waiting: list["Line"], *, beside: int, bar: "tqdm[Any]") -> None:
     running: list[Line] = []
     with contextlib.ExitStack() as stack:
         while waiting or running:
-            while waiting and len(running) < beside:
-                running.append(waiting.pop(0))
-                stack.callback(running[-1].stop)
-            for line in list(running):
+            begun, waiting = waiting[: beside - len(running)], waiting[beside - len(running) :]
+            for line in begun:
+                stack.callback(line.stop)
+            running += begun
+            for line in running:
                 line.look(bar)
-                if line.finished:
-                    running.remove(line)
-            if running:
-                time.sleep(_PAUSE)
+            running = [line for line in running if not line.finished]
+            time.sleep(_PAUSE if running else 0)
 
 
 class Line:
     """One arm on one task: its rounds, one launch at a time."""
 
-    def __init__(self, grid: Grid, task: GridTask, arm: GridArm) -> None:
+    def __init__(self, grid: Grid, *, task: GridTask, arm: GridArm) -> None:
         self.grid, self.task, self.arm = grid, task, arm
-        self.rounds = rounds(grid, task, arm)
+        self.rounds = rounds(grid, task=task, arm=arm)
         self.batch: list[Recipe] = []
         self.launched: set[str] = set()
         self.finished = False

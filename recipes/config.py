@@ -123,11 +123,11 @@ def load_recipe(path_or_name: str | Path, overrides: list[str] | None = None) ->
     Raises:
         RecipeError: with every complaint, the nearest known name for each unknown one, and what is allowed.
     """
-    return load_options(Recipe, find_recipe(path_or_name), overrides or [], finish=resolved)
+    return load_options(Recipe, find_recipe(path_or_name), overrides=overrides or [], finish=resolved)
 
 
 def load_options(
-    group: type[_Options], path: Path, overrides: list[str], *, finish: Callable[[_Options], _Options]
+    group: type[_Options], path: Path, *, overrides: list[str], finish: Callable[[_Options], _Options]
 ) -> _Options:
     """A YAML file with overrides as an object of a group of options, finished.
 

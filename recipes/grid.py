@@ -219,4 +219,4 @@ def load_grid(path_or_name: str | Path, overrides: list[str] | None = None) -> G
             pass
         return grid
 
-    return load_options(Grid, find_grid(path_or_name), overrides or [], finish=finish)
+    return load_options(Grid, find_grid(path_or_name), overrides=overrides or [], finish=finish)

@@ -5,13 +5,14 @@ can be stopped anywhere, and records that no longer belong to it are told from t
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 
 from forklora.recipes.config import Recipe
 from forklora.recipes.grid import Grid, GridArm, GridTask
 from forklora.recipes.run import read_record
 
 
-def rounds(grid: Grid, task: GridTask, arm: GridArm) -> Iterator[list[Recipe]]:
+def rounds(grid: Grid, *, task: GridTask, arm: GridArm) -> Iterator[list[Recipe]]:
     """The runs of an arm on a task, round by round; each round waits for the records of the one before.
 
     Nothing is reported where every rate of a round has failed.
@@ -38,9 +39,8 @@ def _result(recipe: Recipe) -> float | None:
 
 def runs_of(grid: Grid) -> Iterator[Recipe]:
     """Every run that a comparison has by now: those with a record, and those of the first round without all of them."""
-    for task in grid.tasks:
-        for arm in grid.arms:
-            for batch in rounds(grid, task, arm):
-                yield from batch
-                if not all(read_record(recipe, arm) for recipe in batch):
-                    break
+    for task, arm in product(grid.tasks, grid.arms):
+        for batch in rounds(grid, task=task, arm=arm):
+            yield from batch
+            if not all(read_record(recipe, arm) for recipe in batch):
+                break

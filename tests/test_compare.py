@@ -13,7 +13,7 @@ from tiny_grid import grid_of, put
 def test_a_finished_comparison_starts_no_process(tmp_path, monkeypatch):
     grid = grid_of(tmp_path)
     for arm in grid.arms:
-        for batch in rounds(grid, grid.tasks[0], arm):
+        for batch in rounds(grid, task=grid.tasks[0], arm=arm):
             for recipe in batch:
                 put(recipe, accuracy=recipe.arms[0].rate)
     before = stamps(grid)

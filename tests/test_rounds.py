@@ -15,7 +15,7 @@ def test_the_best_rates_go_on_and_of_equals_the_smaller():
 
 def test_rounds_follow_the_records(tmp_path):
     grid = grid_of(tmp_path, seeds=[0, 1])
-    found = rounds(grid, grid.tasks[0], grid.arms[0])
+    found = rounds(grid, task=grid.tasks[0], arm=grid.arms[0])
     first = next(found)
     assert [r.arms[0].rate for r in first] == [0.001, 0.01, 0.1]
     assert {(r.steps, r.part.round) for r in first} == {(1, "trial1")}
@@ -31,7 +31,7 @@ def test_rounds_follow_the_records(tmp_path):
 
 def test_nothing_is_reported_where_all_rates_failed(tmp_path):
     grid = grid_of(tmp_path)
-    found = rounds(grid, grid.tasks[0], grid.arms[0])
+    found = rounds(grid, task=grid.tasks[0], arm=grid.arms[0])
     for recipe in next(found):
         put(recipe, "failed")
     assert next(found) == []
