@@ -38,7 +38,7 @@ def run_grid(grid: Grid, *, overwrite: bool = False) -> dict[str, Any]:
         grid: what to compare.
         overwrite: forget the records of an earlier comparison in that folder first.
     """
-    from forklora.recipes.comparison import write_comparison
+    from forklora.recipes.comparison_report import write_comparison
 
     folder = Path(grid.output)
     if overwrite:

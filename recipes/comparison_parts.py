@@ -1,4 +1,4 @@
-"""The parts of a comparison as frozen data: its runs, an entry for each task with each arm, means over tasks, checks."""
+"""Holds a comparison as frozen data: runs, an entry for each task with each arm, means over tasks, checks."""
 
 from dataclasses import dataclass
 from typing import Any

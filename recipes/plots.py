@@ -87,14 +87,14 @@ def learning_curves(series: Sequence[Series], *, target: float | None, x_label: 
     y_ticks = ticks(min(heights), max(heights))
     room = 26 + 7.2 * max(len(shorten(line.label)) for line in series)
     frame = Frame(*size, (x_ticks[0], max(widths[0] + 1, *widths)), (y_ticks[0], y_ticks[-1]), right=room)
-    x_ticks = [tick for tick in x_ticks if tick <= frame.x_range[1]]
+    x_marks = [(tick, f"{tick:g}") for tick in x_ticks if tick <= frame.x_range[1]]
     marks = [(tick, f"{tick:g}") for tick in y_ticks]
-    parts = [_axes(frame, x_ticks=x_ticks, y_ticks=marks, titles=(x_label, "held-out accuracy"))]
+    parts = [axes(frame, x_ticks=x_marks, y_ticks=marks, titles=(x_label, "held-out accuracy"))]
     if target is not None:
         parts.append(_target(frame, target))
     parts += [_line(frame, line) for line in series]
     parts.append(_end_labels(frame, series))
-    return _svg(frame, parts, description="Held-out accuracy against training steps, one line per arm")
+    return svg(frame, parts, description="Held-out accuracy against training steps, one line per arm")
 
 
 def eigenvalue_chart(spectra: Sequence[Series], *, size: Point) -> Markup:
@@ -142,28 +142,31 @@ def _spectrum_panel(
     longest = max(len(line.points) for line in lines)
     frame = Frame(*size, (1, max(longest, 2)), y_range)
     x_ticks = [1.0] + [tick for tick in ticks(1, max(longest, 2), whole=True) if 1 < tick <= longest]
-    parts = [_axes(frame, x_ticks=x_ticks, y_ticks=marks, titles=("direction, largest first", title))]
+    x_marks = [(tick, f"{tick:g}") for tick in x_ticks]
+    parts = [axes(frame, x_ticks=x_marks, y_ticks=marks, titles=("direction, largest first", title))]
     parts += [_line(frame, line) for line in lines]
-    return _svg(frame, parts, description=f"Spectrum of the averaged covariance: {title} against direction")
+    return svg(frame, parts, description=f"Spectrum of the averaged covariance: {title} against direction")
 
 
-def _svg(frame: Frame, parts: Iterable[Markup], *, description: str) -> Markup:
+def svg(frame: Frame, parts: Iterable[Markup], *, description: str) -> Markup:
+    """A drawing of a frame's size, with words for those who cannot see it."""
     opening = Markup('<svg viewBox="0 0 {:g} {:g}" role="img" aria-label="{}">')
     return opening.format(frame.width, frame.height, description) + Markup("").join(parts) + Markup("</svg>")
 
 
-def _axes(
-    frame: Frame, *, x_ticks: Iterable[float], y_ticks: Iterable[tuple[float, str]], titles: tuple[str, str]
+def axes(
+    frame: Frame, *, x_ticks: Iterable[tuple[float, str]], y_ticks: Iterable[tuple[float, str]], titles: tuple[str, str]
 ) -> Markup:
+    """Rows at the y ticks, marks at the x ticks, each (place, label); titles of both axes."""
     end, floor = frame.width - frame.right, frame.height - frame.bottom
     row = Markup('<path class="grid" d="M{} {}H{:g}"/><text class="tick" x="{}" y="{}" text-anchor="end">{}</text>')
     column = Markup(
-        '<path class="axis" d="M{0} {1:g}v4"/><text class="tick" x="{0}" y="{2:g}" text-anchor="middle">{3:g}</text>'
+        '<path class="axis" d="M{0} {1:g}v4"/><text class="tick" x="{0}" y="{2:g}" text-anchor="middle">{3}</text>'
     )
     title = Markup('<text class="title" x="{:g}" y="{:g}" text-anchor="{}">{}</text>')
     parts = [row.format(frame.left, frame.y(y), end, frame.left - 8, frame.y(y) + 4, text) for y, text in y_ticks]
     parts.append(Markup('<path class="axis" d="M{} {:g}H{:g}"/>').format(frame.left, floor, end))
-    parts += [column.format(frame.x(x), floor, floor + 18, x) for x in x_ticks]
+    parts += [column.format(frame.x(x), floor, floor + 18, text) for x, text in x_ticks]
     parts.append(title.format(end, frame.height - 6, "end", titles[0]))
     parts.append(title.format(2, 14, "start", titles[1]))
     return Markup("").join(parts)

@@ -106,14 +106,14 @@ def compare(options: argparse.Namespace) -> tuple[int, Any]:
 
 def report(options: argparse.Namespace) -> tuple[int, Any]:
     """Write the report of a comparison's records."""
-    from forklora.recipes.comparison import write_comparison
+    from forklora.recipes.comparison_report import write_comparison
 
     return _told(write_comparison(options.folder), options.folder)
 
 
 def _told(found: dict[str, Any], folder: Path) -> tuple[int, Any]:
     """Show a comparison's table and its failures."""
-    from forklora.recipes.comparison import comparison_rows
+    from forklora.recipes.comparison_report import comparison_rows
 
     _show(_table(comparison_rows(found), title=found["title"]))
     print(f"report: {folder / 'report.html'}, {folder / 'report.md'}, {folder / 'report.json'}")
