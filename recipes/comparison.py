@@ -77,7 +77,8 @@ def _entry(grid: Grid, task: GridTask, arm: GridArm, *, runs: Sequence[Run]) -> 
     reported = [run for run in mine if run.round == REPORT]
     done = [run for run in reported if run.status == "done"]
     rate = reported[0].rate if reported else None
-    tried = {run.rate: run for run in mine if run.round == "trial1" and run.rate is not None}
+    begun = [run for run in mine if run.round == "trial1" and run.status != MISSING]
+    tried = {run.rate: run for run in begun if run.rate is not None}
     trial1 = {r: run.accuracy_final if run.status == "done" else None for r, run in tried.items()}
     trial_start = median([run.accuracy_start for run in tried.values() if run.accuracy_start is not None])
     known = {r: value for r, value in trial1.items() if value is not None}

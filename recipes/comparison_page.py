@@ -46,13 +46,8 @@ def _task(found: Comparison, task: dict[str, Any]) -> dict[str, Any]:
         for entry in entries
         if entry.curves
     ]
-    return {
-        "name": task["name"],
-        "target": task["target"],
-        "rates": rates,
-        "curves": curves,
-        "pareto": _pareto(entries),
-    }
+    known = {"name": task["name"], "target": task["target"]}
+    return known | {"rates": rates, "curves": curves, "pareto": _pareto(entries, target=task["target"])}
 
 
 def _rates(entry: Entry, top: float) -> Markup:
@@ -69,12 +64,12 @@ def _curves(entry: Entry, baseline: Entry, *, target: float | None, widest: floa
     return curve_panel(mine, behind=behind, target=target, widest=widest, top=top)
 
 
-def _pareto(entries: Sequence[Entry]) -> list[Markup]:
+def _pareto(entries: Sequence[Entry], *, target: float | None) -> list[Markup]:
     sized = [(entry, float(entry.trained)) for entry in entries if entry.trained]
     if len(sized) < 2:  # noqa: PLR2004 - one arm beats nobody
         return []
     rollouts = [Spot(entry.arm, numbers, entry.rollouts_to_target) for entry, numbers in sized]
     gains = [Spot(entry.arm, numbers, entry.gain.mean) for entry, numbers in sized]
     charts = [pareto_chart(gains, title="gain in accuracy", lower=False)]
-    reached = any(spot.height is not None for spot in rollouts)
+    reached = target is not None and any(spot.height is not None for spot in rollouts)
     return [*charts, pareto_chart(rollouts, title="rollouts to the target", lower=True)] if reached else charts

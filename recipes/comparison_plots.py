@@ -115,6 +115,9 @@ def pareto_chart(spots: Sequence[Spot], *, title: str, lower: bool) -> Markup:
     known = [spot for spot in spots if spot.height is not None]
     heights = [spot.height for spot in known if spot.height is not None] or [0.0, 1.0]
     y_ticks = ticks(min(0.0, *heights), max(heights))
+    if len(known) < len(spots):  # room for those that never got there
+        beyond = y_ticks[1] - y_ticks[0]
+        y_ticks = [*y_ticks, y_ticks[-1] + beyond] if lower else [y_ticks[0] - beyond, *y_ticks]
     numbers = [math.log10(spot.numbers) for spot in spots]
     left, right = math.floor(min(numbers)), max(math.ceil(max(numbers)), math.floor(min(numbers)) + 1)
     frame = Frame(*WIDE, (left, right), (y_ticks[0], y_ticks[-1]), left=56.0, right=130.0)
@@ -160,11 +163,11 @@ def _powers(low: float, high: float) -> list[tuple[float, str]]:
     """Powers of ten between two logarithms, few enough to be read."""
     found = list(range(math.ceil(low - 1e-9), math.floor(high + 1e-9) + 1))
     step = max(1, math.ceil(len(found) / (_MOST_POWERS + 2)))
-    return [(float(power), f"{10.0**power:,g}") for power in found[::step]]
+    return [(float(power), f"{10**power:,}" if power >= 0 else f"{10.0**power:g}") for power in found[::step]]
 
 
 def _shares(top: float) -> list[tuple[float, str]]:
-    return [(tick, f"{tick:g}") for tick in ticks(0, top, count=4) if tick <= top + 1e-9]
+    return [(tick, f"{tick:g}") for tick in ticks(0, top, count=5) if tick <= top + 1e-9]
 
 
 def _level(frame: Frame, value: float) -> Markup:

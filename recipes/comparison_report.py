@@ -15,7 +15,7 @@ from forklora.recipes.comparison_parts import Comparison
 from forklora.recipes.comparison_tables import Table, comparison_tables, signed_difference
 from forklora.recipes.comparison_words import facts, verdict
 from forklora.recipes.files import write_json
-from forklora.recipes.summary import figure
+from forklora.recipes.summary import MISSING, figure
 
 
 def write_comparison(folder: Path) -> dict[str, Any]:
@@ -55,6 +55,7 @@ def comparison_rows(found: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def _rows(found: Comparison) -> list[dict[str, str]]:
+    baseline = found.grid["baseline"]
     return [
         {
             "task": entry.task,
@@ -63,7 +64,7 @@ def _rows(found: Comparison) -> list[dict[str, str]]:
             "numbers": figure(entry.trained, ",.0f"),
             "start": figure(entry.start),
             "end": figure(entry.final),
-            f"less {found.grid['baseline']}": signed_difference(entry.difference),
+            f"less {baseline}": MISSING if entry.arm == baseline else signed_difference(entry.difference),
             "rollouts to target": figure(entry.rollouts_to_target, ",.0f"),
         }
         for entry in found.entries

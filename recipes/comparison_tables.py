@@ -59,9 +59,9 @@ def _results(found: Comparison, task: str) -> Table:
     headings = ("arm", "adapter", "optimizer", "trained numbers", "start", "end", f"end less {found.grid['baseline']}")
     rows = tuple(_result(entry, reach=bool(reach), ks=ks, baseline=found.grid["baseline"]) for entry in entries)
     note = (
-        "Accuracy on test questions, median over seeds; the difference is paired by seed, with its 95 % interval. Steps, "
-        "rollouts and seconds to the target are medians over seeds, those for bases included; a seed that never reaches "
-        "it counts as infinity."
+        "Accuracy on test questions, median over seeds; the difference is paired by seed, with its 95 % interval. "
+        "Steps, rollouts and seconds to the target are medians over seeds, those for bases included; a seed that never "
+        "reaches it counts as infinity."
     )
     return Table(task, (*headings, *reach, *(f"pass@{k}" for k in ks)), rows, words=3, note=note)
 
@@ -120,10 +120,10 @@ def _costs(found: Comparison) -> Table:
         for entry in found.entries
     )
     note = (
-        "Medians over seeds. KL to the base model in nats per token of the policy's own completions; text loss (nats per "
-        "token of ordinary text) and accuracy on a task that was not trained, each after less before; share of the "
-        "adapted weights that change in bfloat16; rank and energy are means over layers. Seconds on one machine, runs "
-        f"side by side: {found.grid['beside']}."
+        "Medians over seeds. KL to the base model in nats per token of the policy's own completions; text loss (nats "
+        "per token of ordinary text) and accuracy on a task that was not trained, each after less before; share of the "
+        "adapted weights that change in bfloat16; rank and energy are means over layers. Runs that went on side by "
+        f"side on one machine: {found.grid['beside']}."
     )
     return Table("costs, and what is left of the model", headings, rows, words=2, note=note)
 

@@ -22,7 +22,7 @@ def facts(found: Comparison) -> dict[str, str]:
         "rates": f"{len(set(grid['arms'][0]['rates']))} for each arm and task, in rounds: {rounds}; on validation "
         f"questions, seed {grid['trial_seed']}",
         "seeds": ", ".join(str(seed) for seed in grid["seeds"]),
-        "launched": f"DeepSpeed {grid['deepspeed'] or 'not used'}, {grid['ranks']} rank(s), {grid['beside']} side by side",
+        "launched": f"DeepSpeed {grid['deepspeed'] or 'none'}, ranks {grid['ranks']}, side by side {grid['beside']}",
         "machine": "; ".join(f"{name}, {facts.get('cores')} cores" for name, facts in hardware.items()),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
         "commit": "; ".join(commits),

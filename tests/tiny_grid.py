@@ -1,7 +1,10 @@
 """A comparison of two arms on a tiny saved policy, and records that stand where its runs' would."""
 
+from pathlib import Path
+
 from forklora.recipes.files import write_json
 from forklora.recipes.grid import Grid
+from forklora.recipes.rounds import rounds
 from forklora.recipes.run import record_path
 
 from tiny_policy import recipe_of
@@ -32,3 +35,48 @@ def put(recipe, status="done", accuracy=0.0):
     """A record that stands where this run's would."""
     content = {"status": status, "recipe": recipe.model_dump(mode="json"), "deepspeed": None}
     write_json(record_path(recipe, recipe.arms[0]), content | {"eval_reward_final": accuracy})
+
+
+def outcome_of(accuracy):
+    """What is measured at the end, around an accuracy."""
+    return {
+        "prompts": 4, "samples": 2, "accuracy": accuracy, "pass_at": {"1": accuracy, "2": (1 + accuracy) / 2},
+        "kl_to_base": 0.25, "text_loss_base": 3.0, "text_loss": 3.125, "untrained_task": "addition",
+        "untrained_base": 0.5, "untrained": 0.375,
+        "update": {"changed_share": 0.5, "stable_rank": 1.5, "top16_energy": 1.0, "norm": 2.0},
+    }  # fmt: skip
+
+
+def whole_record(recipe, accuracy, *, reached=None):
+    """A finished record with every figure: two evaluations, 100 seconds of training after 8 of initialization."""
+    arm = recipe.arms[0]
+    spent = 16 if arm.adapter != "lora" else 0
+    curve = [
+        {"step": 0, "rollouts": spent, "seconds": 8.0, "train_reward": None, "eval_reward": 0.2},
+        {"step": recipe.steps, "rollouts": spent + 8, "seconds": 108.0, "train_reward": 0.3, "eval_reward": accuracy},
+    ]
+    last = recipe.part.round == "report"
+    return {
+        "status": "done", "error": None, "arm": arm.name, "task": recipe.task.name, "seed": recipe.seed, "ranks": 1,
+        "recipe": recipe.model_dump(mode="json"), "deepspeed": None, "commit": "c" * 40, "dirty": False,
+        "versions": {"torch": "2"}, "hardware": {"processor": "one", "cores": 2}, "curve": curve,
+        "init_seconds": 8.0, "evaluation_seconds": 3.0, "total_seconds": 120.0, "target": recipe.target,
+        "steps_to_target": reached, "rollouts_to_target": reached and spent + 8 * reached,
+        "seconds_to_target": reached and 8.0 + 10 * reached, "eval_reward_start": 0.2, "eval_reward_final": accuracy,
+        "trained_parameters": 100 if arm.adapter == "lora" else 10, "adapter_bytes": 4096,
+        "peak_memory_bytes": 2**30, "step0_hash": "a" * 64, "base_hash": "b" * 64, "spectrum": None,
+        "outcome": outcome_of(accuracy) if last else None,
+    }  # fmt: skip
+
+
+def fill(grid, accuracy, *, reached=None):
+    """Write every record of a comparison; ``accuracy(recipe)`` and ``reached(recipe)`` say what came out."""
+    for task in grid.tasks:
+        for arm in grid.arms:
+            for batch in rounds(grid, task=task, arm=arm):
+                for recipe in batch:
+                    steps = None if reached is None else reached(recipe)
+                    write_json(
+                        record_path(recipe, recipe.arms[0]), whole_record(recipe, accuracy(recipe), reached=steps)
+                    )
+    write_json(Path(grid.output) / "grid.json", grid.model_dump(mode="json"))
