@@ -1,5 +1,6 @@
 """A comparison of two arms on a tiny saved policy, and records that stand where its runs' would."""
 
+from itertools import chain, product
 from pathlib import Path
 
 from forklora.recipes.files import write_json
@@ -71,12 +72,9 @@ def whole_record(recipe, accuracy, *, reached=None):
 
 def fill(grid, accuracy, *, reached=None):
     """Write every record of a comparison; ``accuracy(recipe)`` and ``reached(recipe)`` say what came out."""
-    for task in grid.tasks:
-        for arm in grid.arms:
-            for batch in rounds(grid, task=task, arm=arm):
-                for recipe in batch:
-                    steps = None if reached is None else reached(recipe)
-                    write_json(
-                        record_path(recipe, recipe.arms[0]), whole_record(recipe, accuracy(recipe), reached=steps)
-                    )
+    for task, arm in product(grid.tasks, grid.arms):
+        for recipe in chain.from_iterable(rounds(grid, task=task, arm=arm)):
+            steps = None if reached is None else reached(recipe)
+            record = whole_record(recipe, accuracy(recipe), reached=steps)
+            write_json(record_path(recipe, recipe.arms[0]), record)
     write_json(Path(grid.output) / "grid.json", grid.model_dump(mode="json"))
