@@ -14,17 +14,17 @@ from typing import Any
 
 from forklora.recipes.comparison_labels import adapter_label, optimizer_label
 from forklora.recipes.comparison_parts import Checks, Comparison, Costs, Entry, Overall, RandomReward, Run
-from forklora.recipes.config import Recipe
+from forklora.recipes.comparison_records import DONE, MISSING, read_run
 from forklora.recipes.grid import REPORT, Grid, GridArm, GridTask
 from forklora.recipes.intervals import Difference, median, paired, shown, working_range
 from forklora.recipes.refusal import Refusal
 from forklora.recipes.rounds import runs_of
-from forklora.recipes.run import read_record, record_path
 from forklora.recipes.summary import Record, number
 from pydantic import ValidationError
 
-MISSING = "missing"
 _MIB = 2**20
+_CURVE = ("rollouts", "step", "eval_reward")
+_UNKNOWN = "not recorded"
 
 
 def read_comparison(folder: Path) -> Comparison:
@@ -42,7 +42,7 @@ def read_comparison(folder: Path) -> Comparison:
             f"{folder} holds no comparison: {file.name} cannot be read ({str(error).splitlines()[0]}); give the folder "
             "that `forklora compare` wrote to"
         ) from error
-    runs = tuple(_run(recipe, folder) for recipe in runs_of(grid))
+    runs = tuple(read_run(recipe, folder=folder) for recipe in runs_of(grid))
     if all(run.status == MISSING for run in runs):
         raise Refusal(f"{folder} holds no record of the comparison {grid.name!r}: run `forklora compare` first")
     entries = tuple(_entry(grid, task, arm, runs=runs) for task in grid.tasks for arm in grid.arms)
@@ -51,40 +51,18 @@ def read_comparison(folder: Path) -> Comparison:
     return Comparison(content, runs, entries, _overall(grid, entries), checks, (*failures, *checks.missing))
 
 
-def _run(recipe: Recipe, folder: Path) -> Run:
-    arm = recipe.arms[0]
-    path = record_path(recipe, arm)
-    record = read_record(recipe, arm)
-    status = str(record.get("status", "unreadable" if path.exists() else MISSING))
-    return Run(
-        task=recipe.part.task if recipe.part else "",
-        round=recipe.part.round if recipe.part else "",
-        arm=arm.name,
-        rate=arm.rate,
-        seed=recipe.seed,
-        status=status,
-        error=record.get("error") or (None if status == "done" else f"the record is {status}"),
-        accuracy_start=number(record.get("eval_reward_start")),
-        accuracy_final=number(record.get("eval_reward_final")),
-        seconds=number(record.get("total_seconds")),
-        path=str(path.relative_to(folder)),
-        record=record,
-    )
-
-
 def _entry(grid: Grid, task: GridTask, arm: GridArm, *, runs: Sequence[Run]) -> Entry:
     mine = [run for run in runs if (run.task, run.arm) == (task.name, arm.name)]
     reported = [run for run in mine if run.round == REPORT]
-    done = [run for run in reported if run.status == "done"]
+    done = [run for run in reported if run.status == DONE]
     rate = reported[0].rate if reported else None
     begun = [run for run in mine if run.round == "trial1" and run.status != MISSING]
     tried = {run.rate: run for run in begun if run.rate is not None}
-    trial1 = {r: run.accuracy_final if run.status == "done" else None for r, run in tried.items()}
+    trial1 = {r: run.accuracy_final if run.status == DONE else None for r, run in tried.items()}
     trial_start = median([run.accuracy_start for run in tried.values() if run.accuracy_start is not None])
-    known = {r: value for r, value in trial1.items() if value is not None}
     finals, starts = _finals(done), {run.seed: run.accuracy_start for run in done if run.accuracy_start is not None}
     bases = [run for run in runs if (run.task, run.arm, run.round) == (task.name, grid.baseline, REPORT)]
-    baseline = _finals([run for run in bases if run.status == "done"])
+    baseline = _finals([run for run in bases if run.status == DONE])
     each = arm.model_dump(mode="json")
     return Entry(
         task=task.name,
@@ -92,7 +70,7 @@ def _entry(grid: Grid, task: GridTask, arm: GridArm, *, runs: Sequence[Run]) -> 
         adapter=adapter_label(each),
         optimizer=optimizer_label(each, rate),
         rate=rate,
-        trained=next((run.record["trained_parameters"] for run in done), None),
+        trained=next(iter(_known(run.record.get("trained_parameters") for run in done)), None),
         starts=starts,
         finals=finals,
         start=median(list(starts.values())),
@@ -106,10 +84,10 @@ def _entry(grid: Grid, task: GridTask, arm: GridArm, *, runs: Sequence[Run]) -> 
         costs=_costs(done),
         trial1=trial1,
         trial_start=trial_start,
-        working=None if trial_start is None else working_range(trial_start, known),
+        working=None if trial_start is None else working_range(trial_start, trial1),
         at_end=rate is not None and rate in (min(arm.rates), max(arm.rates)),
         curves={run.seed: _curve(run.record) for run in done if run.seed is not None},
-        failures=tuple(_line(run) for run in mine if run.status not in ("done", MISSING)),
+        failures=tuple(_line(run) for run in mine if run.status not in (DONE, MISSING)),
     )
 
 
@@ -132,12 +110,15 @@ def _reached(done: Sequence[Run], key: str) -> float | None:
     return median([number(run.record.get(key)) for run in done])
 
 
+def _known(values: Iterable[object]) -> list[float]:
+    return [found for value in values if (found := number(value)) is not None]
+
+
 def _pass_at(done: Sequence[Run]) -> dict[int, float]:
-    found: dict[int, list[float]] = defaultdict(list)
-    for run in done:
-        for k, value in ((run.record.get("outcome") or {}).get("pass_at") or {}).items():
-            found[int(k)].append(value)
-    return {k: float(median(values) or 0.0) for k, values in sorted(found.items())}
+    each = [(run.record.get("outcome") or {}).get("pass_at") or {} for run in done]
+    ks = sorted({int(k) for shares in each for k in shares})
+    found = {k: median(_known(shares.get(str(k)) for shares in each)) for k in ks}
+    return {k: share for k, share in found.items() if share is not None}
 
 
 def _costs(done: Sequence[Run]) -> Costs:
@@ -156,7 +137,7 @@ def _costs(done: Sequence[Run]) -> Costs:
         return lambda record: number(((record.get("outcome") or {}).get("update") or {}).get(key))
 
     def trained(record: Record) -> float | None:
-        last = max((p["seconds"] for p in record.get("curve") or []), default=None)
+        last = max(_known(point.get("seconds") for point in record.get("curve") or []), default=None)
         first = number(record.get("init_seconds"))
         return None if last is None or first is None else last - first
 
@@ -178,9 +159,9 @@ def _costs(done: Sequence[Run]) -> Costs:
 
 def _curve(record: Record) -> tuple[tuple[float, float, float], ...]:
     return tuple(
-        (point["rollouts"], point["step"], point["eval_reward"])
+        (place[0], place[1], place[2])
         for point in record.get("curve") or []
-        if number(point.get("eval_reward")) is not None
+        if len(place := _known(point.get(key) for key in _CURVE)) == len(_CURVE)
     )
 
 
@@ -209,10 +190,11 @@ def _overall(grid: Grid, entries: Sequence[Entry]) -> tuple[Overall, ...]:
 def _checks(grid: Grid, runs: Sequence[Run], entries: Sequence[Entry]) -> Checks:
     step0: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     base: dict[str, set[str]] = defaultdict(set)
-    for run in (run for run in runs if run.status == "done"):
+    for run in (run for run in runs if run.status == DONE):
         # the hash is that of one question's logits, and trials ask another one than reports
-        step0[f"{run.task}, {'report' if run.round == REPORT else 'trials'}"][run.record["step0_hash"]].add(run.arm)
-        base[run.record["base_hash"]].add(run.arm)
+        where = f"{run.task}, {'report' if run.round == REPORT else 'trials'}"
+        step0[where][run.record.get("step0_hash") or _UNKNOWN].add(run.arm)
+        base[run.record.get("base_hash") or _UNKNOWN].add(run.arm)
     order = [arm.name for arm in grid.arms]
     random = tuple(
         RandomReward(
@@ -244,7 +226,7 @@ def _warnings(runs: Sequence[Run], entries: Sequence[Entry]) -> Iterable[str]:
     for entry in entries:
         if entry.at_end:
             yield f"{entry.task} {entry.arm}: the best rate, {entry.rate:g}, lies at the end of its list"
-    done = [run.record for run in runs if run.status == "done"]
+    done = [run.record for run in runs if run.status == DONE]
     if any(record.get("dirty") for record in done):
         yield "some runs came from a checkout with uncommitted changes"
     facts: dict[str, Callable[[Record], Any]] = {
@@ -253,5 +235,5 @@ def _warnings(runs: Sequence[Run], entries: Sequence[Entry]) -> Iterable[str]:
         "sets of package versions": lambda record: json.dumps(record.get("versions"), sort_keys=True),
     }
     for what, read in facts.items():
-        if (count := len({read(record) for record in done})) > 1:
+        if (count := len({str(read(record)) for record in done})) > 1:
             yield f"the runs come from {count} {what}"

@@ -89,14 +89,15 @@ def _within(angle: float, df: int) -> float:
     return sine * total if df % 2 == 0 else 2 / math.pi * (angle + sine * total)
 
 
-def working_range(start: float, accuracies: Mapping[float, float]) -> WorkingRange | None:
+def working_range(start: float, accuracies: Mapping[float, float | None]) -> WorkingRange | None:
     """The rates around the best whose gain over `start` is at least half of the best gain.
 
-    Between two rates the gain is taken to be linear in the logarithm of the rate. None where nothing was gained. Of
-    equally good rates the smaller is the best one.
+    Between two rates the gain is taken to be linear in the logarithm of the rate. A rate whose accuracy is None failed:
+    the range ends, closed, at the last rate before it. None where nothing was gained. Of equally good rates the smaller
+    is the best one.
     """
     rates = sorted(accuracies)
-    gains = [accuracies[rate] - start for rate in rates]
+    gains = [-math.inf if (reached := accuracies[rate]) is None else reached - start for rate in rates]
     if not rates or max(gains) <= 0:
         return None
     best = gains.index(max(gains))
@@ -109,8 +110,8 @@ def working_range(start: float, accuracies: Mapping[float, float]) -> WorkingRan
     open_low, open_high = low == 0, high == len(rates) - 1
 
     def crossing(inside: int, outside: int) -> float:
-        share = (gains[inside] - least) / (gains[inside] - gains[outside])
-        return math.exp((1 - share) * math.log(rates[inside]) + share * math.log(rates[outside]))
+        share = (gains[inside] - least) / (gains[inside] - gains[outside])  # 0 beside a rate that failed
+        return rates[inside] * (rates[outside] / rates[inside]) ** share
 
     return WorkingRange(
         low=rates[0] if open_low else crossing(low, low - 1),

@@ -101,30 +101,41 @@ def test_a_working_range_stays_open_at_an_end_that_still_works():
     assert (alone.low, alone.high, alone.open_low, alone.open_high) == (0.01, 0.01, True, True)
 
 
-@given(st.dictionaries(st.sampled_from([0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0]), SHARES, max_size=7), SHARES)
+RATES = st.sampled_from([0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0])
+
+
+@given(st.dictionaries(RATES, st.one_of(st.none(), SHARES), max_size=7), SHARES)
 def test_a_working_range_is_that_of_a_fine_walk_from_the_best_rate(accuracies, start):
     found = working_range(start, accuracies)
-    gains = {rate: value - start for rate, value in accuracies.items()}
+    gains = {rate: -1.0 if value is None else value - start for rate, value in accuracies.items()}
     if not gains or max(gains.values()) <= 0:
         assert found is None
         return
-    best = min(gains, key=lambda rate: (-gains[rate], rate))
-    rates = sorted(gains)
+    best, rates = min(gains, key=lambda rate: (-gains[rate], rate)), sorted(gains)
 
     def works(rate):
         after = next(i for i, known in enumerate(rates) if known >= rate)
         if rates[after] == rate:
             return gains[rate] >= gains[best] / 2
         a, b = rates[after - 1], rates[after]
+        if accuracies[a] is None or accuracies[b] is None:
+            return False
         share = math.log(rate / a) / math.log(b / a)
         return (1 - share) * gains[a] + share * gains[b] >= gains[best] / 2
 
     for end, is_open, last in ((found.low, found.open_low, rates[0]), (found.high, found.open_high, rates[-1])):
-        steps = [best * (end / best) ** (i / 50) for i in range(50)]
-        assert all(works(min(max(rate, rates[0]), rates[-1])) for rate in steps)
-        beyond = end * (1.001 if end >= best and last == rates[-1] else 0.999)
-        assert is_open == (end == last and works(last)) or end == last
+        way = [best * (end / best) ** (i / 50) for i in range(50)]
+        assert all(works(min(max(rate, rates[0]), rates[-1])) for rate in way if end != best)
+        beyond = end * (1.001 if last == rates[-1] else 0.999)
+        assert is_open == (not rates[0] < beyond < rates[-1] and works(last))
         assert is_open or not rates[0] < beyond < rates[-1] or not works(beyond)
+
+
+def test_a_working_range_ends_at_the_last_rate_before_one_that_failed():
+    found = working_range(0.2, {0.01: 0.6, 0.1: 0.5, 1.0: None, 10.0: 0.7})
+    assert (found.low, found.high, found.open_low, found.open_high) == (10.0, 10.0, False, True)
+    found = working_range(0.2, {0.001: None, 0.01: 0.6, 0.1: 0.5, 1.0: None})
+    assert (found.low, found.high, found.open_low, found.open_high) == (0.01, 0.1, False, False)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=9))
