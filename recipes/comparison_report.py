@@ -12,7 +12,7 @@ from typing import Any
 from forklora.recipes.comparison import read_comparison
 from forklora.recipes.comparison_page import comparison_html
 from forklora.recipes.comparison_parts import Comparison
-from forklora.recipes.comparison_tables import Table, comparison_tables, signed_difference
+from forklora.recipes.comparison_tables import Table, comparison_tables, reached_figure, signed_difference
 from forklora.recipes.comparison_words import facts, verdict
 from forklora.recipes.files import write_json
 from forklora.recipes.summary import MISSING, figure
@@ -56,6 +56,7 @@ def comparison_rows(found: dict[str, Any]) -> list[dict[str, str]]:
 
 def _rows(found: Comparison) -> list[dict[str, str]]:
     baseline = found.grid["baseline"]
+    targets = {task["name"]: task["target"] for task in found.grid["tasks"]}
     return [
         {
             "task": entry.task,
@@ -65,7 +66,7 @@ def _rows(found: Comparison) -> list[dict[str, str]]:
             "start": figure(entry.start),
             "end": figure(entry.final),
             f"less {baseline}": MISSING if entry.arm == baseline else signed_difference(entry.difference),
-            "rollouts to target": figure(entry.rollouts_to_target, ",.0f"),
+            "rollouts to target": reached_figure(entry, entry.rollouts_to_target) if targets[entry.task] else MISSING,
         }
         for entry in found.entries
     ]

@@ -57,27 +57,30 @@ def _results(found: Comparison, task: str) -> Table:
     ks = sorted({k for entry in entries for k in entry.pass_at if k > 1})
     reach = () if target is None else tuple(f"{unit} to {target:g}" for unit in ("steps", "rollouts", "seconds"))
     headings = ("arm", "adapter", "optimizer", "trained numbers", "start", "end", f"end less {found.grid['baseline']}")
-    rows = tuple(_result(entry, reach=bool(reach), ks=ks, baseline=found.grid["baseline"]) for entry in entries)
+    rows = tuple(_result(found, entry, reach=bool(reach), ks=ks) for entry in entries)
     note = (
         "Accuracy on test questions, median over seeds; the difference is paired by seed, with its 95 % interval. "
         "Steps, rollouts and seconds to the target are medians over seeds, those for bases included; a seed that never "
-        "reaches it counts as infinity."
+        "reaches it counts as infinity, and so the median may be not reached."
     )
-    return Table(task, (*headings, *reach, *(f"pass@{k}" for k in ks)), rows, words=3, note=note)
+    seeds = f"end, seed {' / '.join(str(seed) for seed in found.grid['seeds'])}"
+    return Table(task, (*headings, *reach, *(f"pass@{k}" for k in ks), seeds), rows, words=3, note=note)
 
 
-def _result(entry: Entry, *, reach: bool, ks: Sequence[int], baseline: str) -> tuple[str, ...]:
+def _result(found: Comparison, entry: Entry, *, reach: bool, ks: Sequence[int]) -> tuple[str, ...]:
     start, end = figure(entry.start), figure(entry.final)
-    against = MISSING if entry.arm == baseline else signed_difference(entry.difference)
-    reached = (
-        (figure(entry.steps_to_target, ",g"), figure(entry.rollouts_to_target, ",.0f"))
-        + (figure(entry.seconds_to_target, ",.0f"),)
-        if reach
-        else ()
-    )
-    passed = tuple(figure(entry.pass_at.get(k)) for k in ks)
+    against = MISSING if entry.arm == found.grid["baseline"] else signed_difference(entry.difference)
+    to_target = (entry.steps_to_target, ",g"), (entry.rollouts_to_target, ",.0f"), (entry.seconds_to_target, ",.0f")
+    reached = [reached_figure(entry, value, form=form) for value, form in to_target if reach]
+    passed = [figure(entry.pass_at.get(k)) for k in ks]
     named = (entry.arm, entry.adapter, entry.optimizer, figure(entry.trained, ",.0f"))
-    return (*named, start, end, against, *reached, *passed)
+    each = " / ".join(figure(entry.finals.get(seed)) for seed in found.grid["seeds"])
+    return (*named, start, end, against, *reached, *passed, each)
+
+
+def reached_figure(entry: Entry, value: float | None, *, form: str = ",.0f") -> str:
+    """A figure of the way to the target: "not reached" where runs are done and most of them never got there."""
+    return "not reached" if value is None and entry.finals else figure(value, form)
 
 
 def _overall(found: Comparison) -> Table:

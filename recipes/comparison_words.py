@@ -45,8 +45,10 @@ def _of_task(found: Comparison, task: str, *, target: float | None) -> str:
     above = [e.arm for e in others if shown(e.difference) and (e.difference.mean or 0) > 0]
     below = [e.arm for e in others if shown(e.difference) and (e.difference.mean or 0) < 0]
     said = [f"above {baseline} at the end: {_names(above)}", f"below it: {_names(below)}"]
-    open_ = len(others) - len(above) - len(below)
+    alone = sum(entry.difference.low is None for entry in others)
+    open_ = len(others) - len(above) - len(below) - alone
     said += [f"no difference shown for {open_} of {len(others)}"]
+    said += [f"no interval, for want of seeds, for {alone}"] if alone else []
     return f"{task}: {'; '.join(said)}.{_first(entries, target)}"
 
 

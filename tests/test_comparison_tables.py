@@ -51,7 +51,9 @@ def test_the_results_hold_the_figures(found):
     assert (ours["steps to 0.6"], ours["rollouts to 0.6"], ours["seconds to 0.6"]) == ("2", "32", "28")
     assert ours["end less plain"].startswith("+0.200 (")
     plain = dict(zip(table.headings, table.rows[0], strict=True))
-    assert plain["steps to 0.6"] == plain["end less plain"] == "—"
+    assert plain["end less plain"] == "—"
+    assert plain["steps to 0.6"] == plain["rollouts to 0.6"] == plain["seconds to 0.6"] == "not reached"
+    assert ours["end, seed 0 / 1 / 2"] == "0.700 / 0.750 / 0.650"
     assert "steps to" not in " ".join(by_title(found)["sums"].headings)
 
 
@@ -67,3 +69,16 @@ def test_all_runs_are_listed_and_folded(found):
     assert table.folded
     assert len(table.rows) == len(found.runs) == 2 * 2 * (3 + 2 + 3)
     assert "failed or missing" not in by_title(found)
+
+
+def test_what_was_never_run_is_a_dash_and_not_a_target_missed(tmp_path):
+    grid = grid_of(tmp_path, tasks=TASKS[:1], seeds=[0, 1, 2])
+    fill(grid, accuracy, reached=reached)
+    for path in Path(grid.output).glob("products/report-s*/ours/record.json"):
+        path.unlink()
+    next(Path(grid.output).glob("products/report-s1-*/plain/record.json")).unlink()
+    table = by_title(read_comparison(Path(grid.output)))["products"]
+    plain, ours = (dict(zip(table.headings, row, strict=True)) for row in table.rows)
+    assert {ours[f"{unit} to 0.6"] for unit in ("steps", "rollouts", "seconds")} == {"—"}
+    assert ours["end, seed 0 / 1 / 2"] == "— / — / —"
+    assert plain["end, seed 0 / 1 / 2"] == "0.500 / — / 0.400"

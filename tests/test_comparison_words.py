@@ -34,3 +34,10 @@ def test_facts_say_what_was_compared(tmp_path):
     assert said["commit"] == "c" * 12
     assert said["machine"] == "one, 2 cores"
     assert said["runs"] == "16 done, 0 failed or missing"
+
+
+def test_one_seed_shows_no_interval_and_is_said(tmp_path):
+    grid = grid_of(tmp_path, seeds=[0])
+    fill(grid, lambda r: 0.9 if r.arms[0].name == "ours" else 0.5)
+    said = verdict(read_comparison(Path(grid.output)))
+    assert "no difference shown for 0 of 1; no interval, for want of seeds, for 1" in said
