@@ -18,6 +18,7 @@ _LETTER, _LINE = 6.6, 14.0  # room for a letter and a line of a label
 _MOST_POWERS = 4  # labels of a logarithmic axis
 
 Curve = Sequence[Point]
+Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def across_seeds(curves: Mapping[int, Curve]) -> list[tuple[float, float, float,
 def pareto_chart(spots: Sequence[Spot], *, title: str, lower: bool) -> Markup:
     """Height against trained numbers on a logarithmic axis; arms that no other beats on both are joined.
 
-    An arm without a height is hollow, at the worst end. Each arm has its name beside it.
+    An arm without a height is hollow, on a line of its own beyond the worst end. Each arm has its name beside it.
 
     Args:
         spots: the arms.
@@ -120,32 +121,35 @@ def pareto_chart(spots: Sequence[Spot], *, title: str, lower: bool) -> Markup:
         y_ticks = [*y_ticks, y_ticks[-1] + beyond] if lower else [y_ticks[0] - beyond, *y_ticks]
     numbers = [math.log10(spot.numbers) for spot in spots]
     left, right = math.floor(min(numbers)), max(math.ceil(max(numbers)), math.floor(min(numbers)) + 1)
-    frame = Frame(*WIDE, (left, right), (y_ticks[0], y_ticks[-1]), left=56.0, right=130.0)
-    marks = [(tick, f"{tick:,g}") for tick in y_ticks]
+    marks, worst = [(tick, f"{tick:,g}") for tick in y_ticks], 0.0
+    if len(known) < len(spots):
+        worst = 2 * y_ticks[-1] - y_ticks[-2] if lower else 2 * y_ticks[0] - y_ticks[1]
+        marks = sorted([*marks, (worst, "never" if lower else "unknown")])
+    frame = Frame(*WIDE, (left, right), (marks[0][0], marks[-1][0]), left=60.0, right=130.0)
     parts = [axes(frame, x_ticks=_powers(left, right), y_ticks=marks, titles=("trained numbers", title))]
     costs = [(spot.numbers, (spot.height or 0.0) * (1 if lower else -1)) for spot in known]
     best = sorted((known[place] for place in pareto(costs)), key=lambda spot: spot.numbers)
     parts.append(_curve(frame, [(math.log10(s.numbers), s.height or 0.0) for s in best], style="front"))
-    worst = frame.y_range[1] if lower else frame.y_range[0]
     places = [(frame.x(math.log10(s.numbers)), frame.y(worst if s.height is None else s.height)) for s in spots]
     for spot, (x, y) in zip(spots, places, strict=True):
-        said = "not reached" if spot.height is None else f"{spot.height:,.3g}"
+        said = marks[-1 if lower else 0][1] if spot.height is None else f"{spot.height:,.3g}"
         parts.append(_mark(x, y, note=f"{spot.label}: {spot.numbers:,.0f} numbers, {said}", hollow=spot.height is None))
-    parts += _labels([spot.label for spot in spots], places)
+    parts += _labels(frame, [spot.label for spot in spots], places)
     return svg(frame, [_colored(parts)], description=f"{title} against trained numbers")
 
 
-def _labels(names: Sequence[str], places: Sequence[Point]) -> list[Markup]:
-    """Names beside their marks, each moved to the nearest free place, with a line back where it is far."""
+def _labels(frame: Frame, names: Sequence[str], places: Sequence[Point]) -> list[Markup]:
+    """Names beside their marks, each moved to the nearest free place inside, with a line back where it is far."""
     taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in places]
     drawn = []
     for name, (x, y) in sorted(zip(names, places, strict=True), key=lambda pair: pair[1][1]):
         label = shorten(name)
         width = _LETTER * len(label)
-        tries = [(x + 9, y + step * _LINE / 2) for step in (0, 1, -1, 2, -2, 3, -3, 4, -4, 5, -5, 6, -6, 8, -8)]
+        tries = [(x + 9, y + step * _LINE / 2) for step in sorted(range(-16, 17), key=lambda step: (abs(step), -step))]
         tries = [place for pair in ((t, (x - 9 - width, t[1])) for t in tries) for place in pair]
         boxes = [(left, top - 7, left + width, top + 6) for left, top in tries]
-        free = next((box for box in boxes if box[0] > 0 and not any(_meet(box, other) for other in taken)), boxes[0])
+        inside = [box for box in boxes if _inside(frame, box)] or boxes
+        free = next((box for box in inside if not any(_meet(box, other) for other in taken)), inside[0])
         taken.append(free)
         middle = free[1] + 7
         if abs(middle - y) > _LINE:
@@ -155,7 +159,14 @@ def _labels(names: Sequence[str], places: Sequence[Point]) -> list[Markup]:
     return drawn
 
 
-def _meet(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> bool:
+def _inside(frame: Frame, box: Box) -> bool:
+    """Off the labels of both axes."""
+    left, top, right, bottom = box
+    across = left > frame.left and right < frame.width
+    return across and top >= frame.top - _LINE / 2 and bottom < frame.height - frame.bottom
+
+
+def _meet(a: Box, b: Box) -> bool:
     return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 

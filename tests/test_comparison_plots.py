@@ -64,3 +64,28 @@ def test_labels_of_thirty_arms_do_not_cover_each_other():
         (a, b) for i, a in enumerate(boxes) for b in boxes[:i] if a[0] < b[2] and b[0] < a[2] and abs(a[1] - b[1]) < 9
     ]
     assert close == []
+
+
+@pytest.mark.parametrize("lower", [True, False])
+def test_never_is_a_line_of_its_own_off_the_scale(lower):
+    spots = [Spot("a", 10, 400.0), Spot("b", 100, 390.0), Spot("never", 1000, None)]
+    drawing = pareto_chart(spots, title="t", lower=lower)
+    rows = {
+        text: float(y) - 4
+        for y, text in re.findall(r'class="tick" x="[\d.]+" y="([\d.]+)" text-anchor="end">([^<]+)', drawing)
+    }
+    (never,) = places(drawing, "hollow")
+    assert never[1] == pytest.approx(rows["never" if lower else "unknown"], abs=0.2)
+    assert never[1] not in [y for text, y in rows.items() if text not in ("never", "unknown")]
+    assert "never" not in re.findall(r'class="tick"[^>]*>([^<]+)', pareto_chart(spots[:2], title="t", lower=lower))
+
+
+@pytest.mark.parametrize("lower", [True, False])
+def test_labels_stay_off_the_axes_and_on_the_drawing(lower):
+    spots = [Spot(f"a-long-name-{i}", 101 + i % 2, None if i % 3 == 0 else 10.0 * (i % 4)) for i in range(24)]
+    drawing = pareto_chart(spots, title="t", lower=lower)
+    found = re.findall(r'class="name" x="([\d.]+)" y="([\d.]+)">([^<]+)<', drawing)
+    assert len(found) == 24
+    for x, y, name in found:
+        assert float(x) >= 60 and float(x) + 6 * len(name) <= 900
+        assert 30 <= float(y) + 4 and float(y) <= 420 - 42
