@@ -61,7 +61,8 @@ def _results(found: Comparison, task: str) -> Table:
     note = (
         "Accuracy on test questions, median over seeds; the difference is paired by seed, with its 95 % interval. "
         "Steps, rollouts and seconds to the target are medians over seeds, those for bases included; a seed that never "
-        "reaches it counts as infinity, and so the median may be not reached."
+        "reaches it counts as infinity, and so the median may be not reached. Each interval stands for itself: of "
+        "twenty arms without any difference, one leaves zero out by chance."
     )
     seeds = f"end, seed {' / '.join(str(seed) for seed in found.grid['seeds'])}"
     return Table(task, (*headings, *reach, *(f"pass@{k}" for k in ks), seeds), rows, words=3, note=note)
