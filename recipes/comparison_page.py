@@ -37,14 +37,16 @@ def _task(found: Comparison, task: dict[str, Any]) -> dict[str, Any]:
     entries = [entry for entry in found.entries if entry.task == task["name"]]
     tried = [value for entry in entries for value in entry.trial1.values() if value is not None]
     seen = [accuracy for entry in entries for curve in entry.curves.values() for _, _, accuracy in curve]
-    widest = max((rollouts for e in entries for curve in e.curves.values() for rollouts, _, _ in curve), default=0.0)
+    widest = (
+        max((rollouts for e in entries for curve in e.curves.values() for rollouts, _, _ in curve), default=0.0) or 1.0
+    )
     top = min(1.0, max([*tried, *seen, task["target"] or 0.0], default=1.0) + _ROOM)
     baseline = next(entry for entry in entries if entry.arm == found.grid["baseline"])
     rates = [(entry.arm, _rates(entry, top)) for entry in entries if entry.trial1]
     curves = [
         (entry.arm, _curves(entry, baseline, target=task["target"], widest=widest, top=top))
         for entry in entries
-        if entry.curves
+        if any(entry.curves.values())
     ]
     known = {"name": task["name"], "target": task["target"]}
     return known | {"rates": rates, "curves": curves, "pareto": _pareto(entries, target=task["target"])}

@@ -56,3 +56,12 @@ def test_a_comparison_with_nothing_reported_yet_has_a_page(folder):
     html = page(folder)
     assert "nothing is reported yet" in html
     assert 'class="band"' not in html
+
+
+@pytest.mark.parametrize("points", [0, 1])
+def test_curves_without_a_way_are_no_obstacle(folder, points):
+    for path in folder.glob("*/report-*/*/record.json"):
+        record = json.loads(path.read_text())
+        curve = [point | {"rollouts": 0} for point in record["curve"][:points]]
+        path.write_text(json.dumps(record | {"curve": curve}))
+    assert page(folder).count('class="band"') == points * 2 * 2
