@@ -79,11 +79,13 @@ def ranks_running(
     threads = str(max(1, (os.cpu_count() or 1) // (recipe.ranks * beside)))
     # threads that wait asleep leave the cores to the launches beside
     shared = {} if recipe.ranks * beside == 1 else {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
+    command = arm_command(recipe, arguments)
     with contextlib.ExitStack() as stack:
+        stack.callback(sweep, command)
         # what libraries say is no part of the result
         said = 2 if log is None else stack.enter_context(log.open("ab"))
         process = subprocess.Popen(
-            arm_command(recipe, arguments),
+            command,
             stdin=subprocess.PIPE,
             stdout=said,
             stderr=None if log is None else said,
@@ -97,6 +99,17 @@ def ranks_running(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def sweep(command: Sequence[str]) -> None:
+    """Remove what ranks that are gone have left in shared memory.
+
+    On a CPU each rank of DeepSpeed makes a buffer of 66 MiB there, named after its launcher's port, and never removes
+    it: a few hundred launches fill the memory of a machine.
+    """
+    for port in (word.partition("=")[2] for word in command if word.startswith("--master_port=")):
+        for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
+            buffer.unlink(missing_ok=True)
 
 
 def end_with_parent() -> None:

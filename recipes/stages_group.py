@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from forklora.recipes.files import write_json
-from forklora.recipes.launch import deepspeed_command
+from forklora.recipes.launch import deepspeed_command, sweep
 from forklora.recipes.stages_plan import Cell
 
 _LAST_BYTES = 4_000  # of what a group printed that are read for its last words
@@ -38,8 +38,9 @@ class CellGroup:
         write_json(place.with_suffix(".json"), spec)
         self.log = place.with_suffix(".log")
         with self.log.open("wb") as log:
+            self._command = command(self.stage, self.ranks, spec=place.with_suffix(".json"))
             self._process = subprocess.Popen(
-                command(self.stage, self.ranks, spec=place.with_suffix(".json")),
+                self._command,
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -56,6 +57,7 @@ class CellGroup:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._process.stdin.close()
+        sweep(self._command)
 
     @property
     def ended(self) -> bool:

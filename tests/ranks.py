@@ -17,6 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from forklora.recipes.launch import sweep
+
 GRACE = 3.0  # seconds that the other ranks have for errors of their own, once one has failed
 
 
@@ -37,6 +39,7 @@ def together(law, *, ranks=2, timeout=120, **arguments):
             _wait(running, timeout + GRACE)
         finally:
             _end(running)
+            sweep([f"--master_port={port}"])
         said = [Path(folder, f"{rank}.err").read_text()[-4000:] for rank in range(ranks)]
         failed = [f"rank {rank}:\n{said[rank]}" for rank, process in enumerate(running) if process.returncode != 0]
         if failed:

@@ -1,6 +1,7 @@
 """A comparison end to end on a tiny policy: rates chosen by records, nothing twice, crashes visible, then going on."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,7 @@ def records(grid):
 def test_a_comparison_runs_resumes_and_shows_what_crashed(tmp_path):
     grid = grid_of(tmp_path, deepspeed="zero2", beside=2)
     run_grid(grid)
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("deepspeed")]
     found = records(grid)
     assert [r["status"] for r in found] == ["done"] * 2 * (3 + 2 + 1)
     assert len({r["base_hash"] for r in found}) == len({r["step0_hash"] for r in found}) == 1

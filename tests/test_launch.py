@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from forklora.recipes.launch import arm_command, run_ranks
+from forklora.recipes.launch import arm_command, run_ranks, sweep
 
 from rank_processes import RANK, gone, started
 from tiny_policy import recipe_of
@@ -63,6 +63,24 @@ def test_ranks_stay_on_the_accelerators_that_are_visible(recipe, monkeypatch):
 def test_runs_side_by_side_get_ports_of_their_own(recipe):
     ports = {word for _ in range(8) for word in command_of(recipe, deepspeed="zero1") if "--master_port=" in word}
     assert len(ports) > 1
+
+
+def test_what_ranks_leave_in_shared_memory_goes_with_their_launch(recipe):
+    command = arm_command(recipe.model_copy(update={"deepspeed": "zero2", "ranks": 2}), ["recipe.json", "arm"])
+    (port,) = [word.partition("=")[2] for word in command if word.startswith("--master_port=")]
+    mine = [Path(f"/dev/shm/deepspeed_allreduce_buffer_0_127.0.0.1_{port}_{rank}") for rank in range(2)]
+    others = Path(f"/dev/shm/deepspeed_allreduce_buffer_0_127.0.0.1_{port}1_0")
+    try:
+        for path in (*mine, others):
+            path.write_bytes(b"left")
+        sweep(command)
+        assert not any(path.exists() for path in mine)
+        assert others.exists()
+        sweep(arm_command(recipe, ["recipe.json", "arm"]))  # without DeepSpeed there is nothing to sweep
+        assert others.exists()
+    finally:
+        for path in (*mine, others):
+            path.unlink(missing_ok=True)
 
 
 def test_the_exit_code_is_the_arms(recipe, capfd):
