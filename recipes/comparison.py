@@ -77,9 +77,9 @@ def _entry(grid: Grid, task: GridTask, arm: GridArm, *, runs: Sequence[Run]) -> 
         final=median(list(finals.values())),
         difference=paired(finals, baseline),
         gain=paired(finals, starts),
-        steps_to_target=_reached(done, "steps_to_target"),
-        rollouts_to_target=_reached(done, "rollouts_to_target"),
-        seconds_to_target=_reached(done, "seconds_to_target"),
+        steps_to_target=_reached(reported, "steps_to_target"),
+        rollouts_to_target=_reached(reported, "rollouts_to_target"),
+        seconds_to_target=_reached(reported, "seconds_to_target"),
         pass_at=_pass_at(done),
         costs=_costs(done),
         trial1=trial1,
@@ -106,8 +106,9 @@ def _outcome(record: Record, key: str, otherwise: float | None = None) -> float 
     return otherwise if found is None else found
 
 
-def _reached(done: Sequence[Run], key: str) -> float | None:
-    return median([number(run.record.get(key)) for run in done])
+def _reached(reported: Sequence[Run], key: str) -> float | None:
+    """Median over seeds; a run that failed has not got there."""
+    return median([number(run.record.get(key)) for run in reported if run.status in ("done", "failed")])
 
 
 def _known(values: Iterable[object]) -> list[float]:
@@ -182,9 +183,17 @@ def _overall(grid: Grid, entries: Sequence[Entry]) -> tuple[Overall, ...]:
             start=median(starts[arm.name]),
             final=median(list(means[arm.name].values())),
             difference=paired(means[arm.name], means[grid.baseline]),
+            rollouts_to_target=_mean_rollouts(arm.name, grid, entries),
         )
         for arm in grid.arms
     )
+
+
+def _mean_rollouts(arm: str, grid: Grid, entries: Sequence[Entry]) -> float | None:
+    """Mean of the medians over the tasks that have a target; None where one is not reached."""
+    targets = {task.name for task in grid.tasks if task.target is not None}
+    found = [entry.rollouts_to_target for entry in entries if entry.arm == arm and entry.task in targets]
+    return fmean(known) if (known := _known(found)) and len(known) == len(found) else None
 
 
 def _checks(grid: Grid, runs: Sequence[Run], entries: Sequence[Entry]) -> Checks:

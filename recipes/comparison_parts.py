@@ -108,6 +108,8 @@ class Overall:
     final: float | None
     difference: Difference
     """Means over tasks less the baseline's, paired by seed."""
+    rollouts_to_target: float | None
+    """Mean over the tasks that have a target; None where one is not reached."""
 
 
 @dataclass(frozen=True)

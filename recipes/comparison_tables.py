@@ -93,11 +93,13 @@ def _overall(found: Comparison) -> Table:
             figure(one.start),
             figure(one.final),
             MISSING if one.arm == baseline else signed_difference(one.difference),
+            figure(one.rollouts_to_target, ",.0f"),
         )
         for one in found.overall
     )
-    note = "Means over tasks, taken seed by seed; then as above."
-    return Table("mean of tasks", ("arm", "adapter", "start", "end", f"end less {baseline}"), rows, words=2, note=note)
+    note = "Means over tasks, taken seed by seed; then as above. Rollouts: mean of the tasks' medians."
+    headings = ("arm", "adapter", "start", "end", f"end less {baseline}", "rollouts to the targets")
+    return Table("mean of tasks", headings, rows, words=2, note=note)
 
 
 def _costs(found: Comparison) -> Table:

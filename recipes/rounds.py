@@ -38,9 +38,15 @@ def _result(recipe: Recipe) -> float | None:
 
 
 def runs_of(grid: Grid) -> Iterator[Recipe]:
-    """Every run that a comparison has by now: those with a record, and those of the first round without all of them."""
+    """Every run that a comparison has by now: those with a record, and what the first round without all of them lacks.
+
+    A later round is there where it has a record, though one of an earlier round was lost since.
+    """
     for task, arm in product(grid.tasks, grid.arms):
+        whole = True
         for batch in rounds(grid, task=task, arm=arm):
-            yield from batch
-            if not all(read_record(recipe, arm) for recipe in batch):
+            found = [bool(read_record(recipe, arm)) for recipe in batch]
+            if not whole and not any(found):
                 break
+            yield from batch
+            whole = whole and all(found)

@@ -182,3 +182,14 @@ def test_a_folder_without_a_comparison_is_refused(tmp_path, mine):
 
 def test_a_folder_may_be_moved(folder, mine):
     assert read_comparison(mine).entries == read_comparison(folder).entries
+
+
+def test_a_seed_that_failed_has_not_reached_the_target(mine):
+    path = next(mine.glob("products/report-s0-*/ours/record.json"))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"status": "failed", "steps_to_target": None}))
+    assert entry(read_comparison(mine), "products", "ours").steps_to_target is None  # of 2, failed and never
+
+
+def test_rollouts_over_tasks_are_those_of_tasks_with_a_target(folder):
+    plain, ours = read_comparison(folder).overall
+    assert (plain.rollouts_to_target, ours.rollouts_to_target) == (None, 32)

@@ -1,6 +1,7 @@
 """Which runs a comparison has: rates go on by their records, and what never ran is told from what does not belong."""
 
 from forklora.recipes.rounds import kept_rates, rounds, runs_of
+from forklora.recipes.run import record_path
 
 from tiny_grid import grid_of, put
 
@@ -59,3 +60,14 @@ def test_a_run_of_another_rate_does_not_belong(tmp_path):
     arms = (grid.arms[0].model_copy(update={"rates": (0.001, 0.01, 0.5)}), grid.arms[1])
     rates = {r.arms[0].rate for r in runs_of(grid.model_copy(update={"arms": arms})) if r.arms[0].name == "plain"}
     assert rates == {0.001, 0.01, 0.5}
+
+
+def test_a_lost_trial_does_not_hide_what_was_reported(tmp_path):
+    grid = grid_of(tmp_path)
+    for batch in rounds(grid, task=grid.tasks[0], arm=grid.arms[0]):
+        for recipe in batch:
+            put(recipe, accuracy=recipe.arms[0].rate)
+    plain = [recipe for recipe in runs_of(grid) if recipe.arms[0].name == "plain"]
+    assert [recipe.part.round for recipe in plain] == ["trial1"] * 3 + ["trial2"] * 2 + ["report"]
+    record_path(plain[0], plain[0].arms[0]).unlink()  # that of the smallest rate, which did not go on
+    assert [recipe for recipe in runs_of(grid) if recipe.arms[0].name == "plain"] == plain
