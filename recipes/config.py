@@ -22,9 +22,9 @@ from forklora.recipes.options import (
     SamplingSpec,
     TaskSpec,
 )
-from forklora.recipes.reading import RecipeError, parsed_override, put, read_yaml
+from forklora.recipes.reading import RecipeError, find_shipped, parsed_override, put, read_yaml
 from forklora.recipes.tasks import TaskError
-from forklora.recipes.wording import complaint, nearest
+from forklora.recipes.wording import complaint
 from forklora.recipes.zero import deepspeed_settings
 from pydantic import Field, Strict, ValidationError, field_validator, model_validator
 
@@ -98,15 +98,7 @@ def recipe_paths() -> dict[str, Path]:
 
 def find_recipe(path_or_name: str | Path) -> Path:
     """The recipe file meant: a path, or the name of a shipped recipe. Raises RecipeError, naming the nearest one."""
-    path, shipped = Path(path_or_name), recipe_paths()
-    if path.is_file():
-        return path
-    if str(path_or_name) in shipped:
-        return shipped[str(path_or_name)]
-    raise RecipeError(
-        f"there is no recipe {str(path_or_name)!r}{nearest(path.stem, list(shipped))}; give the path of a YAML file, "
-        f"or one of: {', '.join(shipped)}"
-    )
+    return find_shipped(path_or_name, recipe_paths(), what="recipe")
 
 
 def load_recipe(path_or_name: str | Path, overrides: list[str] | None = None) -> Recipe:

@@ -25,7 +25,7 @@ from forklora.recipes.options import (
     SamplingSpec,
     TaskSpec,
 )
-from forklora.recipes.reading import RecipeError
+from forklora.recipes.reading import find_shipped
 from forklora.recipes.wording import nearest
 from pydantic import Field, Strict, model_validator
 
@@ -191,15 +191,7 @@ def grid_paths() -> dict[str, Path]:
 
 def find_grid(path_or_name: str | Path) -> Path:
     """The file meant: a path, or the name of a shipped comparison. Raises RecipeError, naming the nearest one."""
-    path, shipped = Path(path_or_name), grid_paths()
-    if path.is_file():
-        return path
-    if str(path_or_name) in shipped:
-        return shipped[str(path_or_name)]
-    raise RecipeError(
-        f"there is no comparison {str(path_or_name)!r}{nearest(path.stem, list(shipped))}; give the path of a YAML "
-        f"file, or one of: {', '.join(shipped)}"
-    )
+    return find_shipped(path_or_name, grid_paths(), what="comparison")
 
 
 def load_grid(path_or_name: str | Path, overrides: list[str] | None = None) -> Grid:

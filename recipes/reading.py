@@ -5,12 +5,13 @@ a key that stands twice is refused instead of the first value being lost.
 """
 
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 from forklora.recipes.refusal import Refusal
+from forklora.recipes.wording import nearest
 
 
 class RecipeError(Refusal):
@@ -30,6 +31,19 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
+
+
+def find_shipped(path_or_name: str | Path, shipped: Mapping[str, Path], *, what: str, kind: str = "YAML") -> Path:
+    """The file meant: a path, or the name of one that is shipped. Raises RecipeError, naming the nearest one."""
+    path = Path(path_or_name)
+    if path.is_file():
+        return path
+    if str(path_or_name) in shipped:
+        return shipped[str(path_or_name)]
+    raise RecipeError(
+        f"there is no {what} {str(path_or_name)!r}{nearest(path.stem, list(shipped))}; give the path of a {kind} file, "
+        f"or one of: {', '.join(shipped)}"
+    )
 
 
 def _parsed(text: str, source: str) -> Any:  # noqa: ANN401 - whatever the text says

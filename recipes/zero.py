@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from forklora.recipes.reading import find_shipped
 from forklora.recipes.refusal import Refusal
-from forklora.recipes.wording import nearest
 
 _SHIPPED = Path(__file__).parent / "deepspeed"
 
@@ -23,15 +23,7 @@ def deepspeed_paths() -> dict[str, Path]:
 
 def deepspeed_path(path_or_name: str | Path) -> Path:
     """The file meant: a path, or the name of a shipped one (``zero2``). Raises Refusal, naming the nearest one."""
-    path, shipped = Path(path_or_name), deepspeed_paths()
-    if path.is_file():
-        return path
-    if str(path_or_name) in shipped:
-        return shipped[str(path_or_name)]
-    raise Refusal(
-        f"there is no DeepSpeed configuration {str(path_or_name)!r}{nearest(path.stem, list(shipped))}; give the path "
-        f"of a JSON file, or one of: {', '.join(shipped)}"
-    )
+    return find_shipped(path_or_name, deepspeed_paths(), what="DeepSpeed configuration", kind="JSON")
 
 
 def deepspeed_settings(path_or_name: str | Path | None) -> dict[str, Any] | None:
