@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ _PIECES = (
     "A flat or empty weight is a piece that DeepSpeed ZeRO has cut (stages 1 to 3): use plain SGD and "
     "forklora.trainers.engine.project_gradients before each step, or stage 0."
 )
+
+
+_LOOKS, _CLOSE = 6, 0.2  # looks at a length; how close, in its logarithm, is close enough
 
 
 class StepLengthSGD(Optimizer):
@@ -82,6 +86,32 @@ def step_factors(norms: Sequence[Tensor], scalings: Sequence[float], *, evenly: 
         1 / (s * s * length) if norm > 0 else torch.zeros_like(norm)
         for norm, s, length in zip(own, scalings, lengths, strict=True)
     ]
+
+
+def fitting_length(change: Callable[[float], float], *, wanted: float, start: float) -> float:
+    """Length ``c`` with ``change(c)`` close to ``wanted``, for a change that is about proportional to the length.
+
+    Each look takes the next length in proportion, a hundredfold at most. It ends within a fifth of what is wanted, with
+    the length that proportion then gives, or after six looks with the best length seen.
+
+    Args:
+        change: of the policy by a step of this length; a value that is not finite means that it is far too long.
+        wanted: above 0.
+        start: first length that is looked at.
+    """
+    seen: dict[float, float] = {}
+    length = start
+    for _ in range(_LOOKS):
+        found = change(length)
+        if not math.isfinite(found):
+            length /= 100
+            continue
+        proportion = min(max(wanted / found, 0.01), 100.0) if found > 0 else 100.0
+        if abs(math.log(proportion)) < _CLOSE:
+            return length * proportion
+        seen[length] = abs(math.log(proportion))
+        length *= proportion
+    return min(seen, key=lambda c: seen[c]) if seen else length
 
 
 def project(gradient: Float[Tensor, "o i"], basis: Float[Tensor, "o r"]) -> Float[Tensor, "o i"]:

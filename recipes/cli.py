@@ -147,6 +147,10 @@ def _add(names: Any, name: str, verb: _Verb) -> None:  # noqa: ANN401 - argparse
         parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help=verb.overrides)
     if name == "copy":
         parser.add_argument("target", metavar="DEST", nargs="?", type=Path, help="file or folder; here if not given")
+    if name == "report":
+        parser.add_argument(
+            "--peft", metavar="FOLDER", type=Path, help="also write each run in PEFT's own schema there"
+        )
     if verb.overwrite:
         parser.add_argument("--overwrite", action="store_true", help=verb.overwrite)
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the result as JSON")

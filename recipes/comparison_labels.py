@@ -19,7 +19,7 @@ _DIRECTIONS = {
     "minor": "smallest singular vectors",
 }
 _SIGNALS = {"shuffled": "forks with shuffled tokens", "confident": "confident positions"}
-_OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD", "length": "SGD, step length"}
+_OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD", "length": "SGD, step length", "kl": "SGD, step of root 2 KL"}
 
 
 def adapter_label(arm: Mapping[str, Any]) -> str:

@@ -108,10 +108,11 @@ class ArmSpec(Closed):
     """Adapt only so many of the target layers, those whose bases hold most energy; null adapts all."""
     tying: float = Field(0.0, ge=0, le=1)
     """For `tinylora`: share of the layers that have no numbers of their own."""
-    optimizer: Literal["adamw", "sgd", "length"] = "length"
-    """`length` is SGD whose every step moves the weights by the Frobenius length `rate`."""
+    optimizer: Literal["adamw", "sgd", "length", "kl"] = "length"
+    """`length` and `kl` are SGD whose every step moves the weights by the Frobenius length `rate`, or the policy by
+    `rate`: the root of twice its KL divergence in nats per token."""
     evenly: bool = True
-    """For `length`: every matrix moves by the same share of it; false lets each move as its gradient says."""
+    """For `length` and `kl`: every matrix moves equally far; false lets each move as its gradient says."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the rate goes over the steps: it stays, or falls to zero at the last one."""
     centering: Literal["none", "sampler", "value"] = "sampler"

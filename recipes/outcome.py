@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from forklora.collective import ranks
+from forklora.divergence import divergences
 from forklora.drawing import shared_numbers
 from forklora.forward import completion_hidden
 from forklora.measure import unchanged_share
@@ -131,15 +132,15 @@ def kl_to_base(
     Every rank calls this and gets the same number.
     """
     total, count = 0.0, 0
-    heads = [read_unembedding(model, check=False) for model in (policy, base)]
+    heads = (read_unembedding(policy, check=False), read_unembedding(base, check=False))
     portion = min(_BATCH, math.ceil(len(prompts) / ranks()))
     for i in range(this_rank() * portion, len(prompts), ranks() * portion):
         part = prompts[i : i + portion]
         rows = slice(i * samples, (i + len(part)) * samples)
         luck = shared_numbers("divergence", rows=rows, total=len(prompts) * samples)
         trace = sample(policy, part, sampler=sampler, group=samples, unembedding=heads[0], record=False, luck=luck)
-        hidden = [_hidden(model, trace) for model in (policy, base)]
-        total += _divergence(hidden, heads, sampler.temperature)
+        hidden = (_hidden(policy, trace), _hidden(base, trace))
+        total += float(divergences(hidden, heads, temperature=sampler.temperature).double().sum())
         count += len(hidden[0])
     both = gathered((total, count))
     return sum(t for t, _ in both) / sum(n for _, n in both)
@@ -152,17 +153,6 @@ def _hidden(model: nn.Module, trace: Trace) -> Tensor:
     columns = {name: getattr(trace, name).to(device) for name in named}
     with evaluating(model):
         return completion_hidden(model, trace.prompt_ids.to(device), **columns)[columns["completion_mask"]]
-
-
-@torch.no_grad()
-def _divergence(hidden: list[Tensor], heads: list[Unembedding], temperature: float) -> float:
-    """Sum over positions; both ``hidden`` are ``[n, d]``, those of the policy first."""
-    total = 0.0
-    for parts in zip(*(h.split(_TOKENS) for h in hidden), strict=True):
-        logits = [head.logits(part) / temperature for head, part in zip(heads, parts, strict=True)]
-        p, b = (z.log_softmax(-1) for z in logits)
-        total += float((p.exp() * (p - b)).sum(-1).double().sum())
-    return total
 
 
 def text_loss(model: nn.Module, tokenizer: Any) -> float:  # noqa: ANN401

@@ -108,7 +108,16 @@ def report(options: argparse.Namespace) -> tuple[int, Any]:
     """Write the report of a comparison's records."""
     from forklora.recipes.comparison_report import write_comparison
 
-    return _told(write_comparison(options.folder), options.folder)
+    if options.peft:
+        check_writable(options.peft, "for --peft; choose another folder")
+    told = _told(write_comparison(options.folder), options.folder)
+    if options.peft:
+        from forklora.recipes.comparison import read_comparison
+        from forklora.recipes.method_comparison import write_peft_records
+
+        records = [run.record for run in read_comparison(options.folder).runs if run.record]
+        print(f"in PEFT's schema: {write_peft_records(records, options.peft)} files in {options.peft}")
+    return told
 
 
 def _told(found: dict[str, Any], folder: Path) -> tuple[int, Any]:

@@ -30,6 +30,7 @@ ROOMS: dict[str, set[str]] = {
     "forward": {"attention", "cache", "gathering", "passes", "unembed"},
     "passes": set(),
     "packing": {"lowrank"},
+    "divergence": {"gathering", "unembed"},
     "drawing": {"unembed"},
     "rollouts": {"attention", "drawing", "forward", "packing", "trace", "unembed"},
     "backward": {"forward", "sketch", "trace", "unembed"},

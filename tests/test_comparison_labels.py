@@ -29,6 +29,7 @@ def test_an_adapter_has_its_name(options, label):
 def test_an_optimizer_is_named_with_its_rate():
     assert optimizer_label({"optimizer": "adamw"}, 0.003) == "AdamW 0.003"
     assert optimizer_label({"optimizer": "length"}, 0.1) == "SGD, step length 0.1"
+    assert optimizer_label({"optimizer": "kl"}, 0.3) == "SGD, step of root 2 KL 0.3"
     assert optimizer_label({"optimizer": "sgd"}, None) == "SGD"
 
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from forklora.recipes.cli import main
 from forklora.recipes.comparison import read_comparison
 from forklora.recipes.comparison_report import comparison_rows, write_comparison
 from forklora.recipes.comparison_tables import comparison_tables
@@ -53,3 +54,12 @@ def test_a_folder_without_a_comparison_gets_no_report(tmp_path):
     with pytest.raises(Refusal):
         write_comparison(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_runs_are_written_in_pefts_schema_where_asked(folder, tmp_path, capsys):
+    assert main(["report", str(folder), "--peft", str(tmp_path / "peft")]) == 0
+    files = sorted((tmp_path / "peft").iterdir())
+    assert f"{len(files)} files" in capsys.readouterr().out
+    done = [run for run in read_comparison(folder).runs if run.round == "report" and run.status == "done"]
+    names = {json.loads(file.read_text())["run_info"]["experiment_name"] for file in files}
+    assert len(names) == len(files) == len(done) > 0

@@ -1,10 +1,12 @@
 """Laws of the optimizers: a step has the stated length, a projected step is the dense step projected."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
-from forklora.optim import ProjectedSGD, StepLengthSGD
+from forklora.optim import ProjectedSGD, StepLengthSGD, fitting_length
 from tiny import close
 
 OUT, IN, RANK = 7, 5, 3
@@ -188,3 +190,31 @@ def test_evenly_every_matrix_with_a_gradient_moves_by_the_same_length(scaling):
     assert lengths == pytest.approx([0.3 / 3**0.5] * 3 + [0.0], rel=1e-5)
     direction = -found[1].grad / found[1].grad.norm()
     assert torch.allclose(found[1].detach() / found[1].detach().norm(), direction, atol=1e-6)
+
+
+@pytest.mark.parametrize(("slope", "start"), [(1.0, 1.0), (300.0, 0.05), (1e-5, 0.05)])
+def test_a_proportional_change_is_met_exactly_from_any_start(slope, start):
+    length = fitting_length(lambda c: slope * c, wanted=0.2, start=start)
+    assert slope * length == pytest.approx(0.2, rel=1e-9)
+
+
+@pytest.mark.parametrize("change", [lambda c: c + 3 * c**2, lambda c: c / (1 + c), lambda c: c**1.5])
+def test_a_curved_change_is_met_within_a_fifth(change):
+    assert change(fitting_length(change, wanted=0.5, start=0.01)) == pytest.approx(0.5, rel=0.2)
+
+
+def test_lengths_that_break_the_policy_or_do_nothing_are_left_behind():
+    seen = []
+
+    def change(length):
+        seen.append(length)
+        return math.nan if length > 1 else 0.0 if length < 1e-3 else 5 * length
+
+    assert 5 * fitting_length(change, wanted=0.2, start=40.0) == pytest.approx(0.2)
+    assert 5 * fitting_length(change, wanted=0.2, start=1e-6) == pytest.approx(0.2)
+    assert len(seen) <= 8
+
+
+def test_where_nothing_fits_the_closest_look_is_taken():
+    assert fitting_length(lambda c: 0.7 if c > 0.1 else 0.1, wanted=0.25, start=1.0) < 1.0
+    assert math.isfinite(fitting_length(lambda c: math.nan, wanted=0.2, start=1.0))

@@ -226,11 +226,12 @@ def test_the_letters_reward_is_never_without_signal(tmp_path):
 def test_the_defaults_are_the_documented_ones(tmp_path):
     args = ForkGRPOConfig(str(tmp_path), use_cpu=True)
     assert (args.score_centering, args.step_length, args.step_evenly) == ("sampler", 0.1, True)
+    assert args.step_kl is None
     assert (args.basis_prompts, args.gradient_checkpointing) == (64, False)
 
 
 def test_a_step_of_stated_length_is_refused_where_the_optimizer_sees_pieces(tmp_path):
     trainer = trainer_of(tmp_path, max_steps=1)
     trainer.is_fsdp_enabled = True
-    with pytest.raises(ValueError, match="step_length=.* needs every matrix whole"):
+    with pytest.raises(ValueError, match="a stated step needs every matrix whole"):
         trainer.create_optimizer()

@@ -41,6 +41,9 @@ def test_what_contradicts_the_centered_loss_is_refused_by_name_and_only_there(na
     [
         ({"score_centering": "mean"}, "score_centering='mean' is not one of none, sampler, value"),
         ({"step_length": 0.0}, "step_length=0.0 must be above 0"),
+        ({"step_length": math.inf}, "step_length=inf must be above 0"),
+        ({"step_length": None, "step_kl": -1.0}, "step_kl=-1.0 must be above 0"),
+        ({"step_kl": 0.2}, "both say how large a step is: set step_length=None"),
         ({"step_length": math.nan}, "step_length=nan must be above 0"),
     ],
 )
@@ -202,7 +205,14 @@ def test_evaluation_between_steps_leaves_the_trained_path_alone_but_for_the_draw
     assert trainer._step == 3
 
 
-@pytest.mark.parametrize("optimizer", [{}, {"step_length": None, "optim": "adamw_torch", "learning_rate": 0.02}])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {},
+        {"step_length": None, "step_kl": 0.04},
+        {"step_length": None, "optim": "adamw_torch", "learning_rate": 0.02},
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_run_continues_where_the_checkpoint_was(kind, optimizer, tmp_path):
     options = {"kind": kind, "save_strategy": "steps", "save_steps": 2, **optimizer}

@@ -48,17 +48,15 @@ def fix_length(parameters: Sequence[tuple[nn.Parameter, float]], *, evenly: bool
     Raises:
         FloatingPointError: a gradient is not finite; on every rank alike, and no step was taken.
     """
-    from deepspeed.utils import safe_get_full_grad
-
     norms = []
     for parameter, _ in parameters:
-        full = safe_get_full_grad(parameter)
+        full = full_gradient(parameter)
         norms.append(torch.zeros(()) if full is None else torch.linalg.vector_norm(full, dtype=torch.float64))
     factors = step_factors(norms, [s for _, s in parameters], evenly=evenly)
     for (parameter, _), factor in zip(parameters, factors, strict=True):
-        full = safe_get_full_grad(parameter)
+        full = full_gradient(parameter)
         if full is not None:
-            _put(parameter, full * factor)
+            put_gradient(parameter, full * factor)
 
 
 def project_gradients(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
@@ -66,19 +64,35 @@ def project_gradients(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
 
     Plain SGD, with or without momentum, then does what ``ProjectedSGD`` does, under any stage.
     """
-    from deepspeed.utils import safe_get_full_grad
-
     for parameter, basis in pairs:
-        full = safe_get_full_grad(parameter)
+        full = full_gradient(parameter)
         if full is not None:
             shape = getattr(parameter, "ds_shape", parameter.shape)
-            _put(parameter, project(full.view(shape), basis).to(full.dtype))
+            put_gradient(parameter, project(full.view(shape), basis).to(full.dtype))
 
 
-def _put(parameter: nn.Parameter, gradient: Tensor) -> None:
+def full_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """The whole gradient, exchanged between ranks; None where there is none. Every rank has to ask."""
+    if not _managed(parameter):
+        return parameter.grad
+    from deepspeed.utils import safe_get_full_grad
+
+    return safe_get_full_grad(parameter)
+
+
+def put_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Replace the whole gradient. Every rank has to, with the same one."""
+    if not _managed(parameter):
+        parameter.grad = gradient
+        return
     from deepspeed.utils import safe_set_full_grad
 
     if hasattr(parameter, "ds_id"):
         # ZeRO-3 takes an equal share for every rank, also where the number of ranks does not divide the whole
         gradient = nn.functional.pad(gradient.flatten(), (0, -gradient.numel() % distributed.get_world_size()))
     safe_set_full_grad(parameter, gradient)
+
+
+def _managed(parameter: nn.Parameter) -> bool:
+    """Whether a DeepSpeed engine keeps this parameter's gradient elsewhere."""
+    return any(hasattr(parameter, mark) for mark in ("ds_id", "_hp_mapping", "_hp_grad"))

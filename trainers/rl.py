@@ -12,7 +12,6 @@ carry nothing are skipped but counted; options that contradict the loss are refu
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,26 +19,25 @@ from typing import Any
 import torch
 from accelerate.utils import set_seed
 from forklora.trainers.bridge import PhaseClock, SeamedGRPOTrainer, load_policy
-from forklora.trainers.engine import fix_length
 from forklora.trainers.settings import ForkGRPOConfig, refuse_narrow
+from forklora.trainers.stepping import FIRST_LOOK, stated_steps
 from peft import get_peft_model
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from forklora.adapter import ForkLoraConfig
 from forklora.archive import load_tensors, save_tensors
 from forklora.attachment import needed
 from forklora.bases import Bases, BasisConfig, collect_bases, encode
+from forklora.divergence import divergences
 from forklora.drawing import shared_numbers
 from forklora.forks import find_forks
 from forklora.forward import Calls, completion_hidden
 from forklora.losses import per_batch, prefix_value, signal_loss
-from forklora.optim import StepLengthSGD
 from forklora.passes import same_prompt, split_rows
 from forklora.rollouts import Luck, Sampler, sample, stop_at
 from forklora.state import adapter_tensors, put_adapter_tensors
 from forklora.trace import Trace
-from forklora.unembed import read_unembedding, unwrap
+from forklora.unembed import evaluation_mode, read_unembedding, unwrap
 
 _CPU_PASS, _ACCELERATOR_PASS = 1024, 16_384  # tokens
 _BASES, _STATE, _STATE_KIND = "bases.safetensors", "adapter_state.safetensors", "adapter state"
@@ -87,8 +85,9 @@ class ForkGRPOTrainer(PhaseClock, SeamedGRPOTrainer):
             )
         if self.own_loss and self.aux_loss_enabled:
             raise ValueError("score_centering='sampler' has no router loss: set router_aux_loss_coef=0.0.")
-        self._head = read_unembedding(self.model, self._tokenizer) if self.recording else None
+        self._head = read_unembedding(self.model, self._tokenizer) if self.recording or args.step_kl else None
         self._sampler = _sampler(self.args, self._tokenizer, self.eos_token_ids) if self.recording else None
+        self.looked = FIRST_LOOK
         self._drawn: tuple[tuple[str, int], int] = (("", 0), 0)  # batches drawn so far, in which mode at which step
 
     @staticmethod
@@ -143,36 +142,59 @@ class ForkGRPOTrainer(PhaseClock, SeamedGRPOTrainer):
         kept = carrying.nonzero()[:, 0]
         if len(kept) == 0:  # every rank runs the model all the same, and gradients exist
             kept = torch.zeros(1, dtype=torch.long, device=mask.device)
+        return self._split(batch, kept)
+
+    def _split(self, batch: dict[str, Any], rows: Tensor) -> list[Tensor]:
+        mask = batch["completion_mask"].bool()
         chunks = split_rows(
-            batch["prompt_ids"][kept],
-            prompt_mask=batch["prompt_mask"][kept].bool(),
-            completion_mask=mask[kept],
+            batch["prompt_ids"][rows],
+            prompt_mask=batch["prompt_mask"][rows].bool(),
+            completion_mask=mask[rows],
             shared=Calls.of(self.model).shares_prompt,
             tokens=self.args.pass_tokens or (_CPU_PASS if mask.device.type == "cpu" else _ACCELERATOR_PASS),
         )
-        return [kept[chunk] for chunk in chunks]
+        return [rows[chunk] for chunk in chunks]
 
     def policy_loss(self, model: nn.Module, batch: dict[str, Any], *, rows: Tensor) -> Tensor:
         """``-A <delta, h>`` of these rows, in the normalization of TRL's ``loss_type`` over the whole micro-batch."""
         mask = batch["completion_mask"].bool()
         run = rows if len(rows) else torch.zeros(1, dtype=torch.long, device=mask.device)
-        length = max(int(mask[run].sum(-1).max()), 1)
-        start = int(batch["prompt_mask"][run].long().argmax(-1).min())
-        hidden = completion_hidden(
-            model,
-            batch["prompt_ids"][run, start:],
-            prompt_mask=batch["prompt_mask"][run, start:].bool(),
-            completion_ids=batch["completion_ids"][run, :length],
-            completion_mask=mask[run, :length],
-        )
-        losses = signal_loss(hidden, batch["delta"][run, :length], advantages=batch["advantages"][run, None])
+        hidden = self._hidden(model, batch, rows=run)
+        delta = batch["delta"][run, : hidden.shape[1]]
+        losses = signal_loss(hidden, delta, advantages=batch["advantages"][run, None])
         if len(rows) == 0:  # a pass that only keeps other ranks company
             losses = losses * 0.0
         per_token = torch.zeros(mask.shape, dtype=losses.dtype, device=losses.device)
-        per_token = per_token.index_put((run[:, None], torch.arange(length, device=run.device)), losses)
+        columns = torch.arange(losses.shape[1], device=run.device)
+        per_token = per_token.index_put((run[:, None], columns), losses)
         kind, items = self.loss_type, accumulated_items(self, batch)
         loss = per_batch(per_token, mask, kind=kind, longest=self.max_completion_length, items=items)
         return loss if kind == "dapo" else loss / self.accumulation
+
+    def _hidden(self, model: nn.Module, batch: dict[str, Any], *, rows: Tensor) -> Tensor:
+        """``h`` of these rows' tokens, up to the longest of them."""
+        mask = batch["completion_mask"].bool()
+        length = max(int(mask[rows].sum(-1).max()), 1)
+        start = int(batch["prompt_mask"][rows].long().argmax(-1).min())
+        return completion_hidden(
+            model,
+            batch["prompt_ids"][rows, start:],
+            prompt_mask=batch["prompt_mask"][rows, start:].bool(),
+            completion_ids=batch["completion_ids"][rows, :length],
+            completion_mask=mask[rows, :length],
+        )
+
+    def drawn_hidden(self) -> Tensor:
+        """``h`` at this rank's drawn tokens in one pass of the latest batch, as many as it holds: ``[m, d]``."""
+        mask = self.latest["completion_mask"].bool()
+        rows = self._split(self.latest, torch.arange(len(mask), device=mask.device))[0]
+        with evaluation_mode(self.model):  # dropout would change it between two looks
+            hidden = self._hidden(self.model, self.latest, rows=rows)
+        return hidden[mask[rows, : hidden.shape[1]]]
+
+    def apart(self, before: Tensor, after: Tensor) -> Tensor:
+        """KL(before | after) of the policy at each of these hidden states, ``[m, d]`` each: ``[m]``."""
+        return divergences((before, after), (self._head, self._head), temperature=self.temperature)
 
     def finish_rollouts(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The recorded signal joins its rows; under ``value`` the advantage loses its average at each prefix.
@@ -191,38 +213,28 @@ class ForkGRPOTrainer(PhaseClock, SeamedGRPOTrainer):
         return batch
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:  # noqa: ANN401
-        """Plain SGD of fixed step length over the adapter, unless ``step_length`` is None."""
+        """Plain SGD whose steps have the stated size, unless neither ``step_length`` nor ``step_kl`` is given."""
         trained = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         if not trained:
             raise ValueError("nothing to train: no parameter asks for a gradient.")
-        length, evenly = self.args.step_length, self.args.step_evenly
         refuse_narrow(trained, self.args)
-        if length is None or self.optimizer is not None:
+        length, divergence = self.args.step_length, self.args.step_kl
+        if (length is None and divergence is None) or self.optimizer is not None:
             return super().create_optimizer(*args, **kwargs)
         if self.is_fsdp_enabled:
             raise ValueError(
-                f"step_length={length} needs every matrix whole, and FSDP hands the optimizer flat pieces: set "
-                "step_length=None and choose optim='sgd' (or another) with a learning_rate."
+                f"step_length={length}, step_kl={divergence}: a stated step needs every matrix whole, and FSDP hands "
+                "the optimizer flat pieces: set both to None and choose optim='sgd' (or another) with a learning_rate."
             )
-        scalings = _scalings(self.model)
-        scaled = [(parameter, scalings.get(name, 1.0)) for name, parameter in trained]
-        if self.is_deepspeed_enabled:
-            # ZeRO cuts matrices to pieces: lengths are fixed on whole gradients, before its optimizer steps
-            self.before_step = partial(fix_length, scaled, evenly=evenly)
-            self.optimizer = torch.optim.SGD([p for p, _ in scaled], lr=length)
-            return self.optimizer
-        groups: dict[float, list[Tensor]] = {}
-        for parameter, scale in scaled:
-            groups.setdefault(scale, []).append(parameter)
-        grouped = [{"params": params, "scaling": scale} for scale, params in groups.items()]
-        self.optimizer = StepLengthSGD(grouped, lr=length, evenly=evenly)
+        self.optimizer = stated_steps(self, trained)
         return self.optimizer
 
     def write_extras(self, folder: Path) -> None:
         """Beside a checkpoint: the adapter's own tensors to the bit, the bases, and each rank's latest trace."""
         tensors = adapter_tensors(self.model)
         if self.args.should_save and tensors:
-            save_tensors(folder / _STATE, tensors, kind=_STATE_KIND, facts={"step": str(self.state.global_step)})
+            facts = {"step": str(self.state.global_step), "looked": self.looked.hex()}
+            save_tensors(folder / _STATE, tensors, kind=_STATE_KIND, facts=facts)
         if self.args.should_save and self.bases is not None:
             self.bases.save(folder / _BASES)
         if self.trace is not None:
@@ -231,7 +243,9 @@ class ForkGRPOTrainer(PhaseClock, SeamedGRPOTrainer):
     def read_extras(self, folder: Path) -> None:
         """Adapter and bases become those of the checkpoint, whatever was collected anew."""
         if (folder / _STATE).exists():
-            put_adapter_tensors(self.model, load_tensors(folder / _STATE, kind=_STATE_KIND)[0])
+            tensors, facts = load_tensors(folder / _STATE, kind=_STATE_KIND)
+            put_adapter_tensors(self.model, tensors)
+            self.looked = float.fromhex(facts.get("looked", FIRST_LOOK.hex()))
         if (folder / _BASES).exists():
             self.bases = Bases.load(folder / _BASES)
         trace = folder / f"trace-{self.args.process_index}.safetensors"
@@ -244,20 +258,6 @@ def accumulated_items(trainer: SeamedGRPOTrainer, batch: dict[str, Any]) -> Tens
     if trainer.model.training:
         items = items * trainer.accumulation / trainer.args.steps_per_generation
     return items
-
-
-def _scalings(model: nn.Module) -> dict[str, float]:
-    """LoRA scaling ``s`` of each adapter parameter by its name."""
-    lora = [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
-    slots = (
-        (f"{layer}.{slot}", getattr(module, slot), module) for layer, module in lora for slot in ("lora_A", "lora_B")
-    )
-    return {
-        f"{name}.{adapter}.{parameter}": module.scaling[adapter]
-        for name, inner, module in slots
-        for adapter in inner
-        for parameter, _ in inner[adapter].named_parameters()
-    }
 
 
 def _only_stops(args: ForkGRPOConfig, kwargs: dict[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ _LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")
 
 @dataclass
 class ForkGRPOConfig(GRPOConfig):
-    """TRL's ``GRPOConfig`` with four more decisions; everything else keeps its meaning.
+    """TRL's ``GRPOConfig`` with a few more decisions; everything else keeps its meaning.
 
     Attributes:
         score_centering: ``sampler`` subtracts the sampler's mean score exactly, from the recorded distribution;
@@ -24,6 +25,9 @@ class ForkGRPOConfig(GRPOConfig):
             TRL's loss.
         step_length: plain SGD whose every step moves the weights by this Frobenius length, all layers together; None
             leaves the optimizer to ``optim`` and ``learning_rate``.
+        step_kl: plain SGD whose every step has this KL divergence of the new policy from the old, nats per drawn token,
+            as measured on a part of this batch before it is taken. A schedule lowers the length, not the divergence.
+            Takes the place of ``step_length``, which has to be None.
         step_evenly: give every matrix the same share of that length; else each moves as its gradient says.
         basis_prompts: prompts of the training set rolled out for the bases when the adapter brings none.
         basis_seed: of these rollouts.
@@ -36,6 +40,7 @@ class ForkGRPOConfig(GRPOConfig):
     )
     score_centering: str = field(default="sampler", metadata={"help": "sampler, value or none."})
     step_length: float | None = field(default=0.1, metadata={"help": "Frobenius length of each SGD step, or None."})
+    step_kl: float | None = field(default=None, metadata={"help": "Change of log-probabilities by a step, or None."})
     step_evenly: bool = field(default=True, metadata={"help": "Give every matrix the same share of the step's length."})
     basis_prompts: int = field(default=64, metadata={"help": "Prompts rolled out to find the forks."})
     basis_seed: int = field(default=0, metadata={"help": "Seed of the rollouts for the bases."})
@@ -47,28 +52,45 @@ class ForkGRPOConfig(GRPOConfig):
         engine = bool(self.deepspeed) or bool(str_to_bool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false")))
         if engine and self.bf16 is None:
             self.bf16 = False  # the engine would cast the adapter as well; a model in bfloat16 stays in bfloat16
-        if engine and self.step_length is not None:
-            self.max_grad_norm = 0.0  # a step of fixed length has nothing to clip
+        if engine and self.stated:
+            self.max_grad_norm = 0.0  # a step of stated size has nothing to clip
         super().__post_init__()
         if engine:
             self._refuse_engine()
         if self.score_centering not in CENTERINGS:
             raise ValueError(f"score_centering={self.score_centering!r} is not one of {', '.join(CENTERINGS)}.")
-        if self.step_length is not None and not self.step_length > 0:
-            raise ValueError(f"step_length={self.step_length} must be above 0, or None for optim={self.optim}.")
+        self._refuse_sizes()
         if self.pass_tokens is not None and self.pass_tokens < 1:
             raise ValueError(f"pass_tokens={self.pass_tokens} must be at least 1, or None for the device's default.")
         if self.score_centering == "sampler":
             self._refuse()
 
     @property
+    def stated(self) -> bool:
+        """Whether steps have a stated size."""
+        return self.step_length is not None or self.step_kl is not None
+
+    @property
     def zero_stage(self) -> int | None:
         """Stage of DeepSpeed's ZeRO; None without DeepSpeed."""
         return None if self.deepspeed_plugin is None else int(self.deepspeed_plugin.zero_stage)
 
+    def _refuse_sizes(self) -> None:
+        for name in ("step_length", "step_kl"):
+            size = getattr(self, name)
+            if size is not None and not 0 < size < math.inf:
+                raise ValueError(f"{name}={size} must be above 0, or None for optim={self.optim}.")
+        if self.step_kl is None:
+            return
+        if self.step_length is not None:
+            raise ValueError(
+                f"step_kl={self.step_kl} and step_length={self.step_length} both say how large a step is: set "
+                "step_length=None."
+            )
+
     def _refuse_engine(self) -> None:
         given = self.deepspeed_plugin.deepspeed_config
-        if self.step_length is not None:
+        if self.stated:
             given.setdefault("gradient_clipping", 0.0)  # DeepSpeed's own default is 1
         enabled = {name: (given.get(name) or {}).get("enabled") is True for name in ("bf16", "fp16")}
         narrow = [name for name, on in enabled.items() if on or getattr(self, name)]
@@ -77,7 +99,7 @@ class ForkGRPOConfig(GRPOConfig):
         if "optimizer" in given:
             found.append(
                 "optimizer: DeepSpeed would build this one and drop the trainer's without a word; take the section out "
-                "and choose by step_length, or by step_length=None with optim and learning_rate"
+                "and choose by step_length or step_kl, or by step_length=None with optim and learning_rate"
             )
         if narrow:
             found.append(
@@ -85,10 +107,10 @@ class ForkGRPOConfig(GRPOConfig):
                 "lost; set bf16=False and fp16=False, and load the model itself in bfloat16 (model_init_kwargs="
                 "{'dtype': 'bfloat16'}): products are as fast, and the adapter stays in float32"
             )
-        if self.step_length is not None and isinstance(clipping, int | float) and clipping > 0:
+        if self.stated and isinstance(clipping, int | float) and clipping > 0:
             found.append(
-                f"gradient_clipping={clipping}: a step of fixed length is not to be shortened; set it to 'auto' or 0, "
-                "or step_length=None"
+                f"gradient_clipping={clipping}: a step of stated size is not to be shortened; set it to 'auto' or 0, "
+                "or step_length=None and step_kl=None"
             )
         if self.zero_stage == 3 and self.score_centering == "sampler" and not self.ds3_gather_for_generation:
             found.append(
@@ -132,7 +154,7 @@ class ForkGRPOConfig(GRPOConfig):
 def refuse_narrow(trained: list[tuple[str, nn.Parameter]], args: ForkGRPOConfig) -> None:
     """Raise a ValueError where an adapter below float32 would be trained by plain SGD, which loses small steps."""
     narrow = [(n, p.dtype) for n, p in trained if ".lora_" in n and p.dtype in (torch.bfloat16, torch.float16)]
-    if narrow and (args.step_length is not None or args.optim == "sgd"):
+    if narrow and (args.stated or args.optim == "sgd"):
         raise ValueError(
             f"{len(narrow)} adapter tensors are {narrow[0][1]} (the first is {narrow[0][0]}): steps of plain SGD below "
             "its rounding would be lost. Make the adapter with autocast_adapter_dtype=True, or set step_length=None "
