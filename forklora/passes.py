@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class _Piece(NamedTuple):
@@ -44,6 +44,22 @@ def regrouped(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     columns = {name: rearranged(name) for name in parts[0]}
     return [{name: values[i] for name, values in columns.items()} for i in range(len(parts))]
+
+
+def joined(parts: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Prompts and completions of all parts as one batch, with masks: padded on the left and on the right.
+
+    Args:
+        parts: each with ``prompt_ids [n, p]``, ``prompt_mask``, ``completion_ids [n, t]``, ``completion_mask``.
+    """
+    found = {}
+    for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"):
+        columns = [part[name].bool() if name.endswith("mask") else part[name] for part in parts]
+        width = max(column.shape[1] for column in columns)
+        left = name.startswith("prompt")
+        missing = [(width - column.shape[1], 0)[:: 1 if left else -1] for column in columns]
+        found[name] = torch.cat([nn.functional.pad(*each) for each in zip(columns, missing, strict=True)])
+    return found
 
 
 def split_rows(

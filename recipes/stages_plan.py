@@ -23,7 +23,7 @@ ROLLOUTS = PROMPTS * GROUP
 Stage = Literal["none", "0", "1", "2", "3"]
 Dtype = Literal["float32", "bfloat16"]
 Kind = Literal["span", "core", "inputs", "block", "collected"]
-Optimizer = Literal["sgd", "adamw", "length"]
+Optimizer = Literal["sgd", "adamw", "length", "kl"]
 
 # What each kind asks of ForkLoraConfig. `collected` brings no bases: every rank of the trainer collects them.
 ADAPTERS: dict[str, dict[str, Any]] = {

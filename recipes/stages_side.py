@@ -37,7 +37,7 @@ from forklora.rollouts import evaluating
 from forklora.trace import Trace
 
 # Rates that move the weights about as far as the step length does. Nothing is clipped: a wrong scale must show.
-_RATES = {"sgd": 1.0, "adamw": 0.004, "length": 0.2}
+_RATES = {"sgd": 1.0, "adamw": 0.004, "length": 0.2, "kl": 0.3}
 
 
 class Spec(Closed):
@@ -166,6 +166,8 @@ def _optimizer(cell: Cell) -> dict[str, Any]:
     rate = _RATES[cell.optimizer]
     if cell.optimizer == "length":
         return {"step_length": rate}
+    if cell.optimizer == "kl":
+        return {"step_length": None, "step_kl": rate**2 / 2}
     return {"step_length": None, "optim": {"adamw": "adamw_torch"}.get(cell.optimizer, "sgd"), "learning_rate": rate}
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forklora.passes import split_rows
+from forklora.passes import joined, split_rows
 
 
 def rollouts(groups):
@@ -71,3 +71,17 @@ def test_no_tokens_at_all_are_refused():
     ids, masks, _ = rollouts([(2, [1])])
     with pytest.raises(ValueError, match="tokens=0 must be at least 1"):
         split_rows(ids, **masks, tokens=0)
+
+
+def test_joined_parts_hold_every_row_at_the_inner_edge():
+    def part(prompts, completions):
+        return {
+            "prompt_ids": torch.tensor(prompts), "prompt_mask": torch.tensor(prompts) > 0,
+            "completion_ids": torch.tensor(completions), "completion_mask": (torch.tensor(completions) > 0).long(),
+        }  # fmt: skip
+
+    whole = joined([part([[1, 2], [0, 3]], [[4], [5]]), part([[6, 7, 8]], [[9, 10, 11]])])
+    assert whole["prompt_ids"].tolist() == [[0, 1, 2], [0, 0, 3], [6, 7, 8]]
+    assert whole["completion_ids"].tolist() == [[4, 0, 0], [5, 0, 0], [9, 10, 11]]
+    assert torch.equal(whole["prompt_mask"], whole["prompt_ids"] > 0)
+    assert torch.equal(whole["completion_mask"], whole["completion_ids"] > 0)

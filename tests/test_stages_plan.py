@@ -41,7 +41,7 @@ def test_a_part_brings_the_references_it_is_held_against_in_front():
         ("ranks=3", "ranks=3 with accumulation=1 do not divide the 16 rollouts"),
         ("accumulation=32", "ranks=1 with accumulation=32 do not divide"),
         ("kinds=lora", "span | core | inputs | block | collected"),
-        ("optimizers=adam", "sgd | adamw | length"),
+        ("optimizers=adam", "sgd | adamw | length | kl"),
         ("processes=0", "processes = 0"),
         ("stage=3", "did you mean 'stages'?"),
         ("stages", "write key=value"),

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from forklora.passes import joined
+from forklora.state import adapter_tensors
 from tiny_policy import fingerprints, letters, trainer_of
 
 
@@ -36,7 +38,7 @@ class Path:
         trainer.create_optimizer = create
 
     def keep(self):
-        self.batch = self.trainer.latest
+        self.batch = joined(self.trainer.window)
         self.before = logits_of(self.trainer, self.batch)
 
     def divergence(self):
@@ -53,6 +55,26 @@ def test_a_step_has_the_divergence_that_was_asked_for(kind, kl, within, tmp_path
     path = Path(trainer)
     trainer.train()
     assert path.divergence() == pytest.approx(kl, rel=within)
+
+
+@pytest.mark.parametrize("centering", ["value", "none"])
+def test_the_divergence_does_not_depend_on_the_centering(centering, tmp_path):
+    trainer = changing(tmp_path, score_centering=centering, per_device_train_batch_size=32)
+    path = Path(trainer)
+    trainer.train()
+    assert path.divergence() == pytest.approx(0.005, rel=0.1)
+
+
+def test_the_step_does_not_depend_on_micro_batches(tmp_path):
+    weights = []
+    for place, (rows, parts) in enumerate([(32, 1), (8, 4)]):
+        trainer = changing(
+            tmp_path / str(place), per_device_train_batch_size=rows, gradient_accumulation_steps=parts, max_steps=2
+        )
+        trainer.train()
+        weights.append(adapter_tensors(trainer.model))
+    for name, tensor in weights[0].items():
+        assert torch.allclose(tensor, weights[1][name], rtol=1e-3, atol=1e-6)
 
 
 def test_neither_alpha_nor_the_size_of_rewards_changes_the_step(tmp_path):

@@ -207,7 +207,7 @@ class SeamedGRPOTrainer(CheckpointedGRPOTrainer):
     recording = False
     own_loss = False
     trace: Trace | None = None
-    latest: dict[str, Any]  # the micro-batch whose loss was found last
+    window: list[dict[str, Any]] = []  # micro-batches whose gradients are added up, the latest last
 
     def draw(self, model: nn.Module, prompts: list[list[int]]) -> Trace:
         """Complete each prompt once; the rows of the trace are the prompts in their order."""
@@ -261,7 +261,7 @@ class SeamedGRPOTrainer(CheckpointedGRPOTrainer):
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        self.latest = inputs
+        self.window = [*self.window, inputs][-int(self.accumulation) :]
         if not self.own_loss:
             return super()._compute_loss(model, inputs)
         *early, last = self._agreed(self.passes(inputs))

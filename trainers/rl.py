@@ -33,7 +33,7 @@ from forklora.drawing import shared_numbers
 from forklora.forks import find_forks
 from forklora.forward import Calls, completion_hidden
 from forklora.losses import per_batch, prefix_value, signal_loss
-from forklora.passes import same_prompt, split_rows
+from forklora.passes import joined, same_prompt, split_rows
 from forklora.rollouts import Luck, Sampler, sample, stop_at
 from forklora.state import adapter_tensors, put_adapter_tensors
 from forklora.trace import Trace
@@ -185,11 +185,12 @@ class ForkGRPOTrainer(PhaseClock, SeamedGRPOTrainer):
         )
 
     def drawn_hidden(self) -> Tensor:
-        """``h`` at this rank's drawn tokens in one pass of the latest batch, as many as it holds: ``[m, d]``."""
-        mask = self.latest["completion_mask"].bool()
-        rows = self._split(self.latest, torch.arange(len(mask), device=mask.device))[0]
+        """``h`` at this rank's drawn tokens in one pass of the step's rollouts, as many as it holds: ``[m, d]``."""
+        batch = joined(self.window)
+        mask = batch["completion_mask"]
+        rows = self._split(batch, torch.arange(len(mask), device=mask.device))[0]
         with evaluation_mode(self.model):  # dropout would change it between two looks
-            hidden = self._hidden(self.model, self.latest, rows=rows)
+            hidden = self._hidden(self.model, batch, rows=rows)
         return hidden[mask[rows, : hidden.shape[1]]]
 
     def apart(self, before: Tensor, after: Tensor) -> Tensor:

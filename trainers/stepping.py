@@ -129,7 +129,7 @@ class PolicyStep:
             kept = [parameter.detach().clone() for parameter in parameters]
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 if gradient is not None:
-                    parameter.sub_((gradient.view_as(parameter) * length).to(parameter.dtype))
+                    parameter.sub_((gradient.view_as(parameter) * length).to(parameter))
         try:
             yield
         finally:
