@@ -70,6 +70,8 @@ def _remarks(arm: Mapping[str, Any]) -> Iterator[str]:
         yield f"on {', '.join(arm['targets'])}"
     if arm.get("base_prompts") is not None:
         yield f"offline on {arm['base_prompts']} prompts"
+    if arm.get("brake") is not None:
+        yield f"brake {arm['brake']:g}"
     if arm.get("centering") in ("value", "none"):
         yield f"centering {arm['centering']}"
     if arm.get("reward") == "random":

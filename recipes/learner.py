@@ -159,6 +159,7 @@ def coins(seed: int) -> Reward:
 def trainer_settings(recipe: Recipe, arm: Arm, *, folder: Path) -> ForkGRPOConfig:
     """The settings of an arm's trainer: a step has the same rollouts for any number of ranks."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of every optimizer that is not its own
+    change = arm.rate if arm.optimizer == "kl" else arm.brake
     return ForkGRPOConfig(
         str(folder),
         per_device_train_batch_size=recipe.prompts * recipe.group // recipe.ranks,
@@ -172,7 +173,7 @@ def trainer_settings(recipe: Recipe, arm: Arm, *, folder: Path) -> ForkGRPOConfi
         generation_kwargs={"stop_strings": list(recipe.sampling.stop or [])},
         score_centering=arm.centering,
         step_length=arm.rate if arm.optimizer == "length" else None,
-        step_kl=arm.rate**2 / 2 if arm.optimizer == "kl" else None,
+        step_kl=None if change is None else change**2 / 2,
         step_evenly=arm.evenly,
         learning_rate=arm.rate,
         optim="sgd" if arm.optimizer == "sgd" else "adamw_torch",

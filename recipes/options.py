@@ -111,6 +111,8 @@ class ArmSpec(Closed):
     optimizer: Literal["adamw", "sgd", "length", "kl"] = "length"
     """`length` and `kl` are SGD whose every step moves the weights by the Frobenius length `rate`, or the policy by
     `rate`: the root of twice its KL divergence in nats per token."""
+    brake: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """For `length`: no step moves the policy further than this: the root of twice its KL divergence, nats per token."""
     evenly: bool = True
     """For `length` and `kl`: every matrix moves equally far; false lets each move as its gradient says."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -139,6 +141,7 @@ class ArmSpec(Closed):
             "forks": (self.forks is not None, fork and self.basis == "forks", "fork adapters with the basis forks"),
             "layers": (self.layers is not None, fork and self.basis == "forks", "fork adapters with the basis forks"),
             "init": (self.init != "default", self.adapter == "lora", "the adapter lora"),
+            "brake": (self.brake is not None, self.optimizer == "length", "the optimizer length"),
             "tying": (self.tying > 0, self.adapter == "tinylora", "the adapter tinylora"),
             "top_entropy": (self.top_entropy < 1, self.centering == "none", "centering none"),
         }

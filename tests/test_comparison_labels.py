@@ -18,6 +18,7 @@ from forklora.recipes.options import ArmSpec
         ({"adapter": "span", "forks": {"signal": "confident"}}, "`span`, rank 1 on confident positions"),
         ({"adapter": "tinylora", "width": 13, "tying": 1.0}, "TinyLoRA, 13 per layer, tying 1"),
         ({"adapter": "full"}, "all weights"),
+        ({"adapter": "span", "brake": 1.0}, "`span`, rank 1, brake 1"),
         ({"adapter": "inputs", "centering": "value"}, "`inputs`, rank 1, centering value"),
         ({"adapter": "lora", "reward": "random"}, "LoRA, rank 1, random reward"),
     ],

@@ -98,30 +98,35 @@ class Rows(Two):
         return x.square().sum(-1)
 
 
-def policy_step(model, rows):
-    """Before SGD of rate 0.3: half the squared change of the outputs is 0.045 on average."""
+LIMITS = {"policy": None, "braked": 0.02}
+
+
+def policy_step(model, optimizer, *, rows, length):
+    """Half the squared change of the outputs is 0.045 on average, or the step has that length if it is less."""
     scaled = list(zip(model.weights, SCALINGS, strict=True))
-    return PolicyStep(scaled, evenly=True, policy=Asked(model, rows), rate=lambda: 0.3)
+    step = PolicyStep(scaled, optimizer=optimizer, kl=0.045, length=length, evenly=True, policy=Asked(model, rows))
+    step()
 
 
-def policy_alone():
+def policy_alone(length):
     model = Rows()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     for rows in data():
         optimizer.zero_grad()
         model(rows).mean().backward()
-        policy_step(model, rows)()
+        policy_step(model, optimizer, rows=rows, length=length)
         optimizer.step()
     return [weight.detach() for weight in model.weights]
 
 
-def policy_under(stage):
+def policy_under(stage, length):
     from deepspeed import zero
 
     model = Rows()
     made = engine(model, stage, optimizer=partial(torch.optim.SGD, lr=0.3))
     rank, now = distributed.get_rank(), {}
-    before_step(made, lambda: policy_step(model, now["rows"])())
+    plain = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.3)
+    before_step(made, lambda: policy_step(model, plain, length=length, **now))
     for rows in data():
         now["rows"] = rows[2 * rank : 2 * rank + 2]
         made.backward(made(now["rows"]).mean())
@@ -170,7 +175,7 @@ def everything():
         for evenly in (True, False):
             found[f"length {stage} {evenly}"] = under(stage, fixed(evenly), optimizer=sgd)
         found[f"projection {stage}"] = under(stage, projected, optimizer=partial(sgd, momentum=0.5))
-        found[f"policy {stage}"] = policy_under(stage)
+        found |= {f"{name} {stage}": policy_under(stage, length) for name, length in LIMITS.items()}
         found[f"not finite {stage}"] = not_finite(stage)
         if stage > 0:
             found[f"refused {stage}"] = refused(stage)
@@ -199,8 +204,9 @@ def test_a_step_of_fixed_length_is_the_same_in_every_stage(ranks, stage, evenly)
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_a_step_of_stated_divergence_is_the_same_in_every_stage(ranks, stage):
-    same(ranks, f"policy {stage}", policy_alone())
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_step_of_stated_divergence_is_the_same_in_every_stage(ranks, stage, name):
+    same(ranks, f"{name} {stage}", policy_alone(LIMITS[name]))
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -94,6 +94,24 @@ def test_neither_alpha_nor_the_size_of_rewards_changes_the_step(tmp_path):
         assert torch.allclose(policy, policies[0], atol=1e-4)
 
 
+@pytest.mark.parametrize(("length", "held"), [(1e-3, False), (1e3, True)])
+def test_with_a_length_the_divergence_is_a_brake(length, held, tmp_path):
+    trainer = trainer_of(
+        tmp_path, step_length=length, step_kl=0.005, reward=letters, bases="own", per_device_train_batch_size=32
+    )
+    path = Path(trainer)
+    trainer.train()
+    taken = next(e["step/length"] for e in trainer.state.log_history if "step/length" in e)
+    moved = [m.get_delta_weight("default").detach() for m in trainer.model.modules() if hasattr(m, "get_delta_weight")]
+    assert float(sum(d.square().sum() for d in moved).sqrt()) == pytest.approx(taken, rel=1e-4)
+    if held:
+        assert taken < length
+        assert path.divergence() == pytest.approx(0.005, rel=0.1)
+    else:
+        assert taken == length
+        assert path.divergence() < 0.005
+
+
 def test_looking_puts_everything_back_to_the_bit(tmp_path):
     trainer = changing(tmp_path)
     path = Path(trainer)
@@ -129,7 +147,7 @@ def test_the_rate_falls_with_the_schedule(tmp_path):
     trainer.train()
     rates = [e["learning_rate"] for e in trainer.state.log_history if "learning_rate" in e]
     lengths = [e["step/length"] for e in trainer.state.log_history if "step/length" in e]
-    assert rates == pytest.approx([0.4, 0.3, 0.2, 0.1])
+    assert rates == pytest.approx([0.08, 0.06, 0.04, 0.02])
     assert lengths[-1] < lengths[0]
 
 

@@ -25,9 +25,9 @@ class ForkGRPOConfig(GRPOConfig):
             TRL's loss.
         step_length: plain SGD whose every step moves the weights by this Frobenius length, all layers together; None
             leaves the optimizer to ``optim`` and ``learning_rate``.
-        step_kl: plain SGD whose every step has this KL divergence of the new policy from the old, nats per drawn token,
-            as measured on a part of this batch before it is taken. A schedule lowers the length, not the divergence.
-            Takes the place of ``step_length``, which has to be None.
+        step_kl: no step moves the policy further than this KL divergence of the new one from the old, in nats per drawn
+            token, as measured on a part of the step's rollouts before it is taken; with ``step_length=None`` every step
+            moves it as far. A schedule lowers lengths: the divergence goes with the square.
         step_evenly: give every matrix the same share of that length; else each moves as its gradient says.
         basis_prompts: prompts of the training set rolled out for the bases when the adapter brings none.
         basis_seed: of these rollouts.
@@ -80,13 +80,6 @@ class ForkGRPOConfig(GRPOConfig):
             size = getattr(self, name)
             if size is not None and not 0 < size < math.inf:
                 raise ValueError(f"{name}={size} must be above 0, or None for optim={self.optim}.")
-        if self.step_kl is None:
-            return
-        if self.step_length is not None:
-            raise ValueError(
-                f"step_kl={self.step_kl} and step_length={self.step_length} both say how large a step is: set "
-                "step_length=None."
-            )
 
     def _refuse_engine(self) -> None:
         given = self.deepspeed_plugin.deepspeed_config

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -39,14 +39,13 @@ def stated_steps(trainer: Any, trained: list[tuple[str, nn.Parameter]]) -> torch
     """Plain SGD over a ForkGRPOTrainer's parameters whose steps have the size that its settings state."""
     args, scalings = trainer.args, _scalings(trainer.model)
     parameters = [(parameter, scalings.get(name, 1.0)) for name, parameter in trained]
-    if args.step_kl is None and not trainer.is_deepspeed_enabled:
-        return _length_optimizer(parameters, length=args.step_length, evenly=args.step_evenly)
-    size = args.step_length if args.step_kl is None else math.sqrt(2 * args.step_kl)
-    sgd = torch.optim.SGD([parameter for parameter, _ in parameters], lr=size)
-    change = partial(fix_length, parameters, evenly=args.step_evenly)
-    if args.step_kl is not None:
-        rate = partial(_rate, sgd)
-        change = PolicyStep(parameters, evenly=args.step_evenly, policy=trainer, rate=rate)
+    length, kl, evenly = args.step_length, args.step_kl, args.step_evenly
+    if kl is None and not trainer.is_deepspeed_enabled:
+        return _length_optimizer(parameters, length=length, evenly=evenly)
+    sgd = torch.optim.SGD([parameter for parameter, _ in parameters], lr=kl if length is None else length)
+    change = partial(fix_length, parameters, evenly=evenly)
+    if kl is not None:
+        change = PolicyStep(parameters, optimizer=sgd, kl=kl, length=length, evenly=evenly, policy=trainer)
     if trainer.is_deepspeed_enabled:
         # ZeRO cuts matrices to pieces: sizes are fixed on whole gradients, before its optimizer steps
         trainer.before_step = change
@@ -77,22 +76,36 @@ class Measured(Protocol):
 
 
 class PolicyStep:
-    """Called before plain SGD of rate ``r`` steps: scales the gradients so that the policy changes by ``r``.
+    """Called before plain SGD steps: scales the gradients so that the step moves the policy as far as stated.
 
-    The change is ``sqrt(2 KL(old | new))``, the divergence per token averaged over positions of the latest batch. To
-    second order it is the root mean square change of the log-probability of a drawn token, and in proportion to the
-    length of the step. The direction is that of ``StepLengthSGD``; only its length is found, and a change below 0.2 in
-    proportion to the length that makes 0.2: what is smaller drowns in the rounding of bfloat16.
+    The change by a step is ``sqrt(2 KL(old | new))``, with the divergence per token averaged over drawn positions of
+    this step's rollouts. To second order it is the root mean square change of a drawn token's log-probability, and in
+    proportion to the length of the step. The direction is that of ``StepLengthSGD``; only its length is found, and a
+    change below 0.2 in proportion to the length that makes 0.2: what is smaller drowns in the rounding of bfloat16.
+    A schedule's share of the optimizer's first rate lowers the change, and the length, by the same share.
 
     Args:
         parameters: trained parameters with their scaling, the same on every rank.
+        optimizer: plain SGD, with its first rate.
+        kl: divergence, nats per token.
+        length: no step is longer than this, in the weights; None sets no such limit.
         evenly: every matrix gets the same share of the length.
         policy: is asked.
-        rate: the optimizer's present rate.
     """
 
-    def __init__(self, parameters: Scaled, *, evenly: bool, policy: Measured, rate: Callable[[], float]) -> None:
-        self.parameters, self.evenly, self.policy, self.rate = parameters, evenly, policy, rate
+    def __init__(
+        self,
+        parameters: Scaled,
+        *,
+        optimizer: torch.optim.SGD,
+        kl: float,
+        length: float | None,
+        evenly: bool,
+        policy: Measured,
+    ) -> None:
+        self.parameters, self.optimizer, self.evenly, self.policy = parameters, optimizer, evenly, policy
+        self.change, self.longest = math.sqrt(2 * kl), math.inf if length is None else length
+        self.first = optimizer.param_groups[0]["lr"]
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -102,10 +115,18 @@ class PolicyStep:
             FloatingPointError: a gradient is not finite; on every rank alike, and no step was taken.
         """
         fix_length(self.parameters, evenly=self.evenly)
-        wanted = self.rate()
+        rate = self.optimizer.param_groups[0]["lr"]
         gradients = [full_gradient(parameter) for parameter, _ in self.parameters]
-        if wanted <= 0 or not any(g is not None and bool(g.any()) for g in gradients):
+        if rate <= 0 or not any(g is not None and bool(g.any()) for g in gradients):
             return
+        length = min(self._length(gradients, self.change * rate / self.first), self.longest * rate / self.first)
+        self.policy.metric("step/length", length)
+        for (parameter, _), gradient in zip(self.parameters, gradients, strict=True):
+            if gradient is not None:
+                put_gradient(parameter, gradient * (length / rate))
+
+    def _length(self, gradients: list[Tensor | None], wanted: float) -> float:
+        """Length of a step along these gradients that changes the policy as wanted."""
         before = self.policy.drawn_hidden()
 
         def change(length: float) -> float:
@@ -115,11 +136,7 @@ class PolicyStep:
 
         clear = max(wanted, _CLEAR)
         self.policy.looked = fitting_length(change, wanted=clear, start=self.policy.looked)
-        length = self.policy.looked * wanted / clear
-        self.policy.metric("step/length", length)
-        for (parameter, _), gradient in zip(self.parameters, gradients, strict=True):
-            if gradient is not None:
-                put_gradient(parameter, gradient * (length / wanted))
+        return self.policy.looked * wanted / clear
 
     @contextlib.contextmanager
     def _moved(self, gradients: list[Tensor | None], length: float) -> Iterator[None]:
@@ -145,10 +162,6 @@ def _mean(values: Tensor) -> float:
     if several():
         distributed.all_reduce(sums)
     return float(sums[0] / sums[1].clamp_min(1))
-
-
-def _rate(optimizer: torch.optim.Optimizer) -> float:
-    return optimizer.param_groups[0]["lr"]
 
 
 def _scalings(model: nn.Module) -> dict[str, float]:
