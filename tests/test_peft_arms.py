@@ -137,6 +137,7 @@ def test_full_training_trains_the_target_layers_in_float32_and_nothing_else(reci
     assert adapter_config(arm) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lora", "pissa", "mica", "rlpo", "block", "eva", "lora_ga"])
 def test_an_arm_trains_on_narrow_weights_too(name, recipe, tmp_path):
     narrow = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": "bfloat16"})})

@@ -179,6 +179,7 @@ def test_an_unfinished_or_damaged_record_is_not_done(content, tmp_path):
     assert not is_done(recipe, recipe.arms[0])
 
 
+@pytest.mark.slow
 def test_an_arm_that_fails_says_why_and_the_others_go_on(tmp_path):
     recipe = arm_with(recipe_of(tmp_path, steps=0), targets=["nowhere"])
     failed, done = run_recipe(recipe)

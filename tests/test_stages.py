@@ -148,6 +148,7 @@ def test_deepspeed_is_asked_for_before_anything_starts(monkeypatch):
 PART = ["dtypes=float32", "accumulation=1", "kinds=block", "optimizers=length", "stages=3", "ranks=2"]
 
 
+@pytest.mark.slow
 def test_a_part_for_real_is_inside_its_span_equals_its_reference_and_is_not_run_twice(tmp_path, capsys):
     asked = ["stages", *PART, f"output={tmp_path}"]
     assert main(asked) == 0, capsys.readouterr().err
@@ -175,7 +176,7 @@ def test_a_part_for_real_is_inside_its_span_equals_its_reference_and_is_not_run_
 
 @pytest.mark.slow
 def test_a_larger_part_for_real(tmp_path, capsys):
-    part = ["kinds=span,inputs,collected", "optimizers=sgd,adamw,length", "accumulation=1,4", "ranks=1,2"]
+    part = ["kinds=span,inputs,collected", "optimizers=sgd,adamw,length,kl", "accumulation=1,4", "ranks=1,2"]
     assert main(["stages", *part, "stages=2,3", "dtypes=float32", f"output={tmp_path}"]) == 0, capsys.readouterr().err
 
 
