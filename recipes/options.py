@@ -105,7 +105,7 @@ class ArmSpec(Closed):
     forks: ForkSpec | None = None
     """Where this arm's forks come from; null is what the recipe says."""
     layers: Positive | None = None
-    """Adapt only so many of the target layers, those whose bases hold most energy; null adapts all."""
+    """Adapt only so many of the target layers, those whose forks hold most energy; null adapts all."""
     tying: float = Field(0.0, ge=0, le=1)
     """For `tinylora`: share of the layers that have no numbers of their own."""
     optimizer: Literal["adamw", "sgd", "length", "kl"] = "length"
@@ -139,7 +139,7 @@ class ArmSpec(Closed):
             "train_basis": (self.train_basis, fork, "fork adapters"),
             "basis": (self.basis != "forks", fork, "fork adapters"),
             "forks": (self.forks is not None, fork and self.basis == "forks", "fork adapters with the basis forks"),
-            "layers": (self.layers is not None, fork and self.basis == "forks", "fork adapters with the basis forks"),
+            "layers": (self.layers is not None, fork, "fork adapters"),
             "init": (self.init != "default", self.adapter == "lora", "the adapter lora"),
             "brake": (self.brake is not None, self.optimizer == "length", "the optimizer length"),
             "tying": (self.tying > 0, self.adapter == "tinylora", "the adapter tinylora"),

@@ -65,8 +65,23 @@ def arm_bases(recipe: Recipe, arm: Arm, *, model: nn.Module, tokenizer: Any) -> 
         return None
     config = _needs(arm)
     wanted = target_layers(model, config)
-    output, input_ = config.output_width, config.input_width
-    side = max(_SIDE, output, input_)
+    size = (config.output_width, config.input_width)
+    side = max(_SIDE, *size)
+    found = _found(recipe, arm, model=model, tokenizer=tokenizer, side=side)
+    read, names = [found], wanted
+    if arm.layers is not None:
+        if arm.basis != "forks":  # which layers is still a matter of forks
+            forked = arm.model_copy(update={"basis": "forks"})
+            read.append(_found(recipe, forked, model=model, tokenizer=tokenizer, side=side))
+        names = strongest(read[-1], wanted, count=arm.layers, size=size)
+    ready = {name: completed(found[name], size, key=f"{recipe.seed}/{name}") for name in names}
+    bases = Bases(ready, found.facts, found.spectrum)
+    seconds = sum(float(one.facts["seconds"]) for one in read)
+    return Sourced(bases, seconds, sum(int(one.facts.get("rollouts", 0)) for one in read))
+
+
+def _found(recipe: Recipe, arm: Arm, *, model: nn.Module, tokenizer: Any, side: int) -> Bases:  # noqa: ANN401
+    """Bases of all layers, from where the arm says, kept or found anew."""
     find: Callable[[], Bases]
     if arm.basis == "forks":
         facts = _fork_facts(recipe, arm)
@@ -77,11 +92,7 @@ def arm_bases(recipe: Recipe, arm: Arm, *, model: nn.Module, tokenizer: Any) -> 
         find = lambda: _of_weights(model, arm.basis, side=side, seed=recipe.seed)  # noqa: E731
     folder = (arm.forks or recipe.forks).kept_in
     weights = "" if folder is None else hash_tensors(model)  # a folder may hold another model by now
-    found = _kept(folder, facts | {"side": side, "weights": weights}, find)
-    names = wanted if arm.layers is None else strongest(found, wanted, count=arm.layers, size=(output, input_))
-    ready = {name: completed(found[name], (output, input_), key=f"{recipe.seed}/{name}") for name in names}
-    bases = Bases(ready, found.facts, found.spectrum)
-    return Sourced(bases, float(found.facts["seconds"]), int(found.facts.get("rollouts", 0)))
+    return _kept(folder, facts | {"side": side, "weights": weights}, find)
 
 
 def _needs(arm: Arm) -> ForkLoraConfig:

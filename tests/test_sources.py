@@ -218,6 +218,16 @@ def test_an_arm_of_few_layers_gets_bases_for_these_alone(recipe):
     assert json.dumps(few.bases.facts["rollouts"]) == json.dumps(every.bases.facts["rollouts"])
 
 
+@pytest.mark.parametrize("basis", ["random", "singular"])
+def test_forks_say_which_layers_whatever_the_directions(basis, recipe):
+    few, forked, every = found(recipe, layers=3, basis=basis), found(recipe, layers=3), found(recipe, basis=basis)
+    assert list(few.bases) == list(forked.bases)
+    assert (few.rollouts, every.rollouts) == (forked.rollouts, 0)
+    assert few.rollouts > 0
+    for name in few.bases:
+        assert torch.equal(few.bases[name].output, every.bases[name].output)
+
+
 @pytest.mark.parametrize("have", [0, 2, 6])
 @pytest.mark.parametrize("wanted", [1, 4, 8])
 def test_completed_bases_keep_what_there_is_and_are_orthonormal(have, wanted):
