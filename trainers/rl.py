@@ -144,14 +144,15 @@ class ForkGRPOTrainer(PhaseClock, SeamedGRPOTrainer):
             kept = torch.zeros(1, dtype=torch.long, device=mask.device)
         return self._split(batch, kept)
 
-    def _split(self, batch: dict[str, Any], rows: Tensor) -> list[Tensor]:
+    def _split(self, batch: dict[str, Any], rows: Tensor, *, share: float = 1.0) -> list[Tensor]:
         mask = batch["completion_mask"].bool()
+        tokens = self.args.pass_tokens or (_CPU_PASS if mask.device.type == "cpu" else _ACCELERATOR_PASS)
         chunks = split_rows(
             batch["prompt_ids"][rows],
             prompt_mask=batch["prompt_mask"][rows].bool(),
             completion_mask=mask[rows],
             shared=Calls.of(self.model).shares_prompt,
-            tokens=self.args.pass_tokens or (_CPU_PASS if mask.device.type == "cpu" else _ACCELERATOR_PASS),
+            tokens=max(int(tokens * share), 1),
         )
         return [rows[chunk] for chunk in chunks]
 
@@ -165,8 +166,7 @@ class ForkGRPOTrainer(PhaseClock, SeamedGRPOTrainer):
         if len(rows) == 0:  # a pass that only keeps other ranks company
             losses = losses * 0.0
         per_token = torch.zeros(mask.shape, dtype=losses.dtype, device=losses.device)
-        columns = torch.arange(losses.shape[1], device=run.device)
-        per_token = per_token.index_put((run[:, None], columns), losses)
+        per_token = per_token.index_put((run[:, None], torch.arange(losses.shape[1], device=run.device)), losses)
         kind, items = self.loss_type, accumulated_items(self, batch)
         loss = per_batch(per_token, mask, kind=kind, longest=self.max_completion_length, items=items)
         return loss if kind == "dapo" else loss / self.accumulation
@@ -185,10 +185,10 @@ class ForkGRPOTrainer(PhaseClock, SeamedGRPOTrainer):
         )
 
     def drawn_hidden(self) -> Tensor:
-        """``h`` at this rank's drawn tokens in one pass of the step's rollouts, as many as it holds: ``[m, d]``."""
+        """``h`` at this rank's drawn tokens in half a pass of the step's rollouts, as many as it holds: ``[m, d]``."""
         batch = joined(self.window)
         mask = batch["completion_mask"]
-        rows = self._split(batch, torch.arange(len(mask), device=mask.device))[0]
+        rows = self._split(batch, torch.arange(len(mask), device=mask.device), share=0.5)[0]
         with evaluation_mode(self.model):  # dropout would change it between two looks
             hidden = self._hidden(self.model, batch, rows=rows)
         return hidden[mask[rows, : hidden.shape[1]]]

@@ -119,14 +119,15 @@ class PolicyStep:
         gradients = [full_gradient(parameter) for parameter, _ in self.parameters]
         if rate <= 0 or not any(g is not None and bool(g.any()) for g in gradients):
             return
-        length = min(self._length(gradients, self.change * rate / self.first), self.longest * rate / self.first)
+        share = rate / self.first
+        length = self._length(gradients, wanted=self.change * share, longest=self.longest * share)
         self.policy.metric("step/length", length)
         for (parameter, _), gradient in zip(self.parameters, gradients, strict=True):
             if gradient is not None:
                 put_gradient(parameter, gradient * (length / rate))
 
-    def _length(self, gradients: list[Tensor | None], wanted: float) -> float:
-        """Length of a step along these gradients that changes the policy as wanted."""
+    def _length(self, gradients: list[Tensor | None], *, wanted: float, longest: float) -> float:
+        """Length of a step along these gradients that changes the policy as wanted; the longest if it does not."""
         before = self.policy.drawn_hidden()
 
         def change(length: float) -> float:
@@ -134,9 +135,11 @@ class PolicyStep:
                 divergence = _mean(self.policy.apart(before, self.policy.drawn_hidden()))
             return math.sqrt(2 * max(divergence, 0.0)) if math.isfinite(divergence) else math.inf
 
+        if math.isfinite(longest) and change(longest) <= wanted:
+            return longest
         clear = max(wanted, _CLEAR)
         self.policy.looked = fitting_length(change, wanted=clear, start=self.policy.looked)
-        return self.policy.looked * wanted / clear
+        return min(self.policy.looked * wanted / clear, longest)
 
     @contextlib.contextmanager
     def _moved(self, gradients: list[Tensor | None], length: float) -> Iterator[None]:
