@@ -39,6 +39,8 @@ ARMS = {
     "adamw": {"adapter": "lora", "optimizer": "adamw", "centering": "none", "top_entropy": 0.5},
     "value": {"adapter": "lora", "optimizer": "adamw", "centering": "value"},
     "uneven": {"adapter": "lora", "evenly": False, "schedule": "linear"},
+    "kl": {"adapter": "inputs", "rank": 2, "optimizer": "kl"},
+    "braked": {"adapter": "lora", "rank": 2, "brake": 0.01, "rate": 10.0},
     "coins": {"adapter": "lora", "reward": "random", "schedule": "cosine"},
     "offline": {"adapter": "lora", "base_prompts": 2},
 }
