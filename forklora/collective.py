@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from torch import distributed
 
 Found = TypeVar("Found")
+Number = TypeVar("Number", int, float)
 
 
 def several() -> bool:
@@ -30,13 +31,14 @@ def ranks() -> int:
     return distributed.get_world_size() if several() else 1
 
 
-def summed(count: int) -> int:
-    """Sum of a count over all ranks."""
+def summed(count: Number) -> Number:
+    """Sum of a number over all ranks, in their order."""
     if not several():
         return count
     counts: list[Any] = [None] * ranks()
     distributed.all_gather_object(counts, count)
-    return sum(counts)
+    found: Any = sum(counts)
+    return found
 
 
 def from_first(find: Callable[[], Found]) -> Found:

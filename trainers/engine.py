@@ -48,15 +48,19 @@ def fix_length(parameters: Sequence[tuple[nn.Parameter, float]], *, evenly: bool
     Raises:
         FloatingPointError: a gradient is not finite; on every rank alike, and no step was taken.
     """
+    for (parameter, _), factor in zip(parameters, length_factors(parameters, evenly=evenly), strict=True):
+        full = full_gradient(parameter)
+        if full is not None:
+            put_gradient(parameter, full * factor)
+
+
+def length_factors(parameters: Sequence[tuple[nn.Parameter, float]], *, evenly: bool) -> list[Tensor]:
+    """Factors by which full gradients become a step of length 1; arguments and errors are those of fix_length."""
     norms = []
     for parameter, _ in parameters:
         full = full_gradient(parameter)
         norms.append(torch.zeros(()) if full is None else torch.linalg.vector_norm(full, dtype=torch.float64))
-    factors = step_factors(norms, [s for _, s in parameters], evenly=evenly)
-    for (parameter, _), factor in zip(parameters, factors, strict=True):
-        full = full_gradient(parameter)
-        if full is not None:
-            put_gradient(parameter, full * factor)
+    return step_factors(norms, [s for _, s in parameters], evenly=evenly)
 
 
 def project_gradients(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:

@@ -40,7 +40,7 @@ class ForkGRPOConfig(GRPOConfig):
     )
     score_centering: str = field(default="sampler", metadata={"help": "sampler, value or none."})
     step_length: float | None = field(default=0.1, metadata={"help": "Frobenius length of each SGD step, or None."})
-    step_kl: float | None = field(default=None, metadata={"help": "Change of log-probabilities by a step, or None."})
+    step_kl: float | None = field(default=None, metadata={"help": "Largest KL divergence of a step, nats, or None."})
     step_evenly: bool = field(default=True, metadata={"help": "Give every matrix the same share of the step's length."})
     basis_prompts: int = field(default=64, metadata={"help": "Prompts rolled out to find the forks."})
     basis_seed: int = field(default=0, metadata={"help": "Seed of the rollouts for the bases."})

@@ -13,11 +13,11 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from forklora.trainers.engine import fix_length, full_gradient, put_gradient
+from forklora.trainers.engine import fix_length, full_gradient, length_factors, put_gradient
 from peft.tuners.lora import LoraLayer
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
-from forklora.collective import several
+from forklora.collective import summed
 from forklora.gathering import whole
 from forklora.optim import StepLengthSGD, fitting_length
 
@@ -114,9 +114,10 @@ class PolicyStep:
         Raises:
             FloatingPointError: a gradient is not finite; on every rank alike, and no step was taken.
         """
-        fix_length(self.parameters, evenly=self.evenly)
+        factors = length_factors(self.parameters, evenly=self.evenly)
         rate = self.optimizer.param_groups[0]["lr"]
-        gradients = [full_gradient(parameter) for parameter, _ in self.parameters]
+        full = [full_gradient(parameter) for parameter, _ in self.parameters]
+        gradients = [g if g is None else g * factor for g, factor in zip(full, factors, strict=True)]
         if rate <= 0 or not any(g is not None and bool(g.any()) for g in gradients):
             return
         share = rate / self.first
@@ -160,11 +161,7 @@ class PolicyStep:
 
 def _mean(values: Tensor) -> float:
     """Over the values of all ranks."""
-    count = torch.tensor(float(values.numel()), dtype=torch.float64, device=values.device)
-    sums = torch.stack([values.double().sum(), count])
-    if several():
-        distributed.all_reduce(sums)
-    return float(sums[0] / sums[1].clamp_min(1))
+    return summed(float(values.double().sum())) / max(summed(values.numel()), 1)
 
 
 def _scalings(model: nn.Module) -> dict[str, float]:
