@@ -9,16 +9,13 @@ prompt, prompts of a step, rows of a micro-batch. Prompts and rows may be left o
 from typing import Annotated, Any, Literal, NamedTuple
 
 from forklora.recipes.options import Closed, ModelSpec, Positive
-from forklora.recipes.reading import parsed_override, put
-from forklora.recipes.refusal import Refusal
-from forklora.recipes.wording import complaint
-from pydantic import AfterValidator, BeforeValidator, Field, Strict, ValidationError
+from forklora.recipes.reading import checked_options
+from pydantic import AfterValidator, BeforeValidator, Field, Strict
 
 SHAPES = ("40/5/8/16/128", "64/64/8/4/32", "64/256/8/4/16", "512/32/8/4/8", "40/40/2/32/64")
 SPARE_STEPS = 2  # of prompts beside the timed ones: the untimed step, and one that is never begun
 _PROMPTS = 4  # of a step, where a shape that is not in SHAPES does not say
 _ROW_TOKENS = 6_000  # in a micro-batch, where a shape does not say: TRL then fits in 24 GB on SmolLM2-135M
-_MOST_COMPLAINTS = 12
 
 
 class Shape(Closed):
@@ -143,12 +140,4 @@ class BenchPlan(Closed):
 
 def load_plan(overrides: list[str]) -> BenchPlan:
     """The plan with overrides such as `repeats=1`, `model.name=FOLDER`. Raises a Refusal with every complaint."""
-    data: dict[str, Any] = {}
-    for override in overrides:
-        parts, value = parsed_override(override)
-        put(data, parts, value=value)
-    try:
-        return BenchPlan.model_validate(data)
-    except ValidationError as error:
-        found = list(dict.fromkeys(complaint(BenchPlan, one) for one in error.errors()))[:_MOST_COMPLAINTS]
-    raise Refusal("this cannot be measured:\n" + "\n".join(f"  {line}" for line in found))
+    return checked_options(BenchPlan, {}, overrides=overrides, problem="this cannot be measured")

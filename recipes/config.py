@@ -22,14 +22,11 @@ from forklora.recipes.options import (
     SamplingSpec,
     TaskSpec,
 )
-from forklora.recipes.reading import RecipeError, find_shipped, parsed_override, put, read_yaml
-from forklora.recipes.tasks import TaskError
-from forklora.recipes.wording import complaint
+from forklora.recipes.reading import checked_options, find_shipped, read_yaml
 from forklora.recipes.zero import deepspeed_settings
-from pydantic import Field, Strict, ValidationError, field_validator, model_validator
+from pydantic import Field, Strict, field_validator, model_validator
 
 _SHIPPED = Path(__file__).parent
-_MOST_COMPLAINTS = 12
 _Options = TypeVar("_Options", bound=Closed)
 
 
@@ -126,19 +123,8 @@ def load_options(
     Raises:
         RecipeError: with every complaint of the group, or that of the task in ``finish``.
     """
-    data = read_yaml(path)
-    for override in overrides:
-        parts, value = parsed_override(override)
-        put(data, parts, value=value)
-    try:
-        return finish(group.model_validate(data))
-    except ValidationError as error:
-        complaints = list(dict.fromkeys(complaint(group, one) for one in error.errors()))
-    except TaskError as error:
-        complaints = [f"task: {error}"]
-    more = len(complaints) - _MOST_COMPLAINTS
-    lines = complaints[:_MOST_COMPLAINTS] + ([f"and {more} more"] if more > 0 else [])
-    raise RecipeError(f"the recipe {path} cannot be used:\n" + "\n".join(f"  {line}" for line in lines))
+    problem = f"the recipe {path} cannot be used"
+    return checked_options(group, read_yaml(path), overrides=overrides, problem=problem, finish=finish)
 
 
 def resolved(recipe: Recipe) -> Recipe:

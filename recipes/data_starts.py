@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from forklora.recipes.config import Recipe
-from forklora.recipes.evaluate import recipe_sampler
+from forklora.recipes.evaluate import sampler_of
 from forklora.recipes.options import Arm
 from jaxtyping import Float
 from peft import LoraConfig, PeftConfig, get_peft_model
@@ -130,7 +130,7 @@ def _rollouts(
     *,
     tokenizer: Any,  # noqa: ANN401
 ) -> list[Trace]:
-    sampler, traces, group = recipe_sampler(recipe, tokenizer), [], recipe.group
+    sampler, traces, group = sampler_of(recipe.sampling, tokenizer), [], recipe.group
     for places in _portions(list(range(len(prompts)))):
         luck, _ = drawn(places, group=group, length=sampler.max_new_tokens, seed=recipe.seed)
         traces.append(sample(model, [prompts[i] for i in places], sampler=sampler, group=group, luck=luck))

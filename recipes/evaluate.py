@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from forklora.recipes.config import Recipe
 from forklora.recipes.files import write_json
+from forklora.recipes.options import SamplingSpec
 from forklora.recipes.ranks import gathered, this_rank
 from forklora.recipes.tasks import Task
 from jaxtyping import Float
@@ -40,7 +41,7 @@ class Examiner:
         self.questions = task.examples(count, seed=_SEED, split=recipe.evaluation.split)
         self.prompts = [encode(tokenizer, e.prompt) for e in self.questions]
         self.samples, self.task, self.tokenizer = recipe.evaluation.samples, task, tokenizer
-        self.sampler = recipe_sampler(recipe, tokenizer)
+        self.sampler = sampler_of(recipe.sampling, tokenizer)
         self.seconds = 0.0
 
     def accuracy(self, model: nn.Module) -> float:
@@ -108,9 +109,8 @@ class Examiner:
         return {"prompt": decode(self.prompts[i]), "reward": float(trace.reward[i]), "tokens": tokens}
 
 
-def recipe_sampler(recipe: Recipe, tokenizer: Any) -> Sampler:  # noqa: ANN401
-    """The recipe's sampling settings as the sampler that training and evaluation share."""
-    asked = recipe.sampling
+def sampler_of(asked: SamplingSpec, tokenizer: Any) -> Sampler:  # noqa: ANN401
+    """Sampling settings as the sampler that training, evaluation and measurements share."""
     return Sampler(
         max_new_tokens=asked.max_new_tokens,
         temperature=asked.temperature,

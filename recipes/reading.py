@@ -5,13 +5,18 @@ a key that stands twice is refused instead of the first value being lost.
 """
 
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from forklora.recipes.refusal import Refusal
-from forklora.recipes.wording import nearest
+from forklora.recipes.tasks import TaskError
+from forklora.recipes.wording import complaint, nearest
+from pydantic import BaseModel, ValidationError
+
+_MOST_COMPLAINTS = 12
+_Options = TypeVar("_Options", bound=BaseModel)
 
 
 class RecipeError(Refusal):
@@ -110,3 +115,30 @@ def _place(entries: list[Any], part: str, *, way: str) -> int:
         return int(part)
     known = ", ".join(f"{i} ({name})" if name else str(i) for i, name in enumerate(names))
     raise RecipeError(f"{way!r} has no entry {part!r}; it has: {known or 'none'}")
+
+
+def checked_options(
+    group: type[_Options],
+    data: dict[str, Any],
+    *,
+    overrides: list[str],
+    problem: str,
+    finish: Callable[[_Options], _Options] = lambda options: options,
+) -> _Options:
+    """Plain data with overrides as an object of a group of options, finished.
+
+    Raises:
+        RecipeError: ``problem``, then every complaint of the group, or that of a task.
+    """
+    for override in overrides:
+        parts, value = parsed_override(override)
+        put(data, parts, value=value)
+    try:
+        return finish(group.model_validate(data))
+    except ValidationError as error:
+        complaints = list(dict.fromkeys(complaint(group, one) for one in error.errors()))
+    except TaskError as error:
+        complaints = [f"task: {error}"]
+    more = len(complaints) - _MOST_COMPLAINTS
+    lines = complaints[:_MOST_COMPLAINTS] + ([f"and {more} more"] if more > 0 else [])
+    raise RecipeError(f"{problem}:\n" + "\n".join(f"  {line}" for line in lines))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from forklora.recipes.config import Recipe
 from forklora.recipes.controls import control
-from forklora.recipes.evaluate import recipe_sampler
+from forklora.recipes.evaluate import sampler_of
 from forklora.recipes.options import FORK_KINDS, Arm
 from forklora.recipes.provenance import hash_tensors
 from torch import Tensor, nn
@@ -143,7 +143,7 @@ def _of_forks(recipe: Recipe, arm: Arm, *, model: nn.Module, tokenizer: Any, sid
     config = BasisConfig(
         output=side, input=side, group=recipe.group, seed=forks.seed, layers=tuple(linear_layers(model)), fewer=True
     )
-    sampler = recipe_sampler(recipe, tokenizer)
+    sampler = sampler_of(recipe.sampling, tokenizer)
     change = control(forks.signal, seed=forks.seed)
     return collect_bases(model, tokenizer, ids[rank() :: ranks()], config=config, sampler=sampler, change=change)
 

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from forklora.recipes.options import Closed, Positive
-from forklora.recipes.reading import parsed_override, put
-from forklora.recipes.refusal import Refusal
-from forklora.recipes.wording import complaint
-from pydantic import AfterValidator, BeforeValidator, Field, Strict, ValidationError, model_validator
+from forklora.recipes.reading import checked_options
+from pydantic import AfterValidator, BeforeValidator, Field, Strict, model_validator
 
 STEPS, PROMPTS, GROUP, COMPLETION = 5, 4, 4, 6  # optimizer steps; prompts of a step; completions of each; their tokens
 ROLLOUTS = PROMPTS * GROUP
@@ -164,12 +162,4 @@ class StagesPlan(Closed):
 
 def load_stages(overrides: list[str]) -> StagesPlan:
     """The plan with overrides such as `stages=0,3`, `kinds=span`. Raises a Refusal with every complaint."""
-    data: dict[str, Any] = {}
-    for override in overrides:
-        parts, value = parsed_override(override)
-        put(data, parts, value=value)
-    try:
-        return StagesPlan.model_validate(data)
-    except ValidationError as error:
-        found = dict.fromkeys(complaint(StagesPlan, one) for one in error.errors())
-    raise Refusal("these cells cannot be run:\n" + "\n".join(f"  {line}" for line in found))
+    return checked_options(StagesPlan, {}, overrides=overrides, problem="these cells cannot be run")

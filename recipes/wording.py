@@ -43,7 +43,7 @@ def complaint(group: Group, error: Mapping[str, Any]) -> str:
         known = list(_group_at(group, place[:-1]).model_fields)
         return f"unknown key {key!r}{nearest(str(place[-1]), known)}; allowed here: {', '.join(known)}"
     if kind == "value_error":
-        return f"{key or 'recipe'}: {error['ctx']['error']}"
+        return f"{key}: {error['ctx']['error']}" if key else str(error["ctx"]["error"])
     about = f". {field.description}" if field and field.description else ""
     return f"{key}{_problem(error, 'mapping' if field is None else _spelled(field.annotation))}{about}"
 

@@ -5,8 +5,8 @@ import math
 
 import pytest
 import yaml
-from forklora.recipes.config import Recipe, RecipeError, find_recipe, load_recipe, recipe_paths
-from forklora.recipes.reading import parsed_override, put, read_yaml
+from forklora.recipes.config import Recipe, find_recipe, load_recipe, recipe_paths
+from forklora.recipes.reading import RecipeError, parsed_override, put, read_yaml
 from forklora.recipes.wording import described_options
 from hypothesis import given
 from hypothesis import strategies as st

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from forklora.recipes import evaluate
-from forklora.recipes.evaluate import Examiner, recipe_sampler
+from forklora.recipes.evaluate import Examiner, sampler_of
 from forklora.recipes.options import EvaluationSpec, SamplingSpec
 
 from forklora.trace import Trace
@@ -100,7 +100,7 @@ def test_questions_are_held_out_and_the_same_for_every_seed_of_a_recipe(tmp_path
 def test_the_sampler_is_the_recipes(tmp_path):
     asked = SamplingSpec(max_new_tokens=3, temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, stop=["\n"])
     recipe = recipe_of(tmp_path).model_copy(update={"sampling": asked, "evaluation": EvaluationSpec(**MANY)})
-    found = recipe_sampler(recipe, tokenizer())
+    found = sampler_of(recipe.sampling, tokenizer())
     assert (found.max_new_tokens, found.temperature, found.top_p, found.top_k, found.min_p) == (3, 0.7, 0.9, 5, 0.1)
     assert found.stop_ids == (1,)
     newline = tokenizer()("4\n")["input_ids"]

@@ -1,0 +1,164 @@
+"""A model with prompts to look at: what the verbs that measure are given, checked before any weight is read.
+
+Prompts come from a task, whose completions can be scored, or from a file: text with a prompt in each line, or JSON
+lines, whose `prompt` is a string or a list of chat messages.
+
+    python -c "from forklora.recipes.subject import load_subject; print(load_subject('smollm2-135m', task='addition'))"
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from forklora.recipes.options import Closed, ModelSpec, Positive, SamplingSpec, TaskSpec
+from forklora.recipes.reading import checked_options
+from forklora.recipes.refusal import Refusal
+from forklora.recipes.tasks import Example, Split, Task
+from jaxtyping import Float
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from forklora.bases import encode
+from forklora.rollouts import Sampler
+from forklora.trace import Trace
+
+_LENGTH = 64  # tokens of a completion, where neither a task nor the caller says
+
+
+class Subject(Closed):
+    """A model, and the prompts it is looked at with."""
+
+    model: ModelSpec = ModelSpec()
+    task: TaskSpec | None = None
+    """Task whose questions are the prompts; null takes them from a file."""
+    prompts: str | None = Field(None, min_length=1)
+    """File of prompts, one in each line: text, or JSON with a key `prompt`; null takes them from the task."""
+    count: Positive = 64
+    """Prompts that are completed, at most."""
+    group: Positive = 4
+    """Completions of each."""
+    sampling: SamplingSpec = SamplingSpec()
+    seed: int = Field(0, ge=0)
+    """Seed of the questions and of the completions."""
+
+    @model_validator(mode="after")
+    def _asks_something(self) -> Self:
+        if (self.task is None) == (self.prompts is None):
+            raise ValueError("prompts come from a task or from a file; give one of the two, `task` or `prompts`")
+        return self
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A subject that has been loaded.
+
+    Attributes:
+        model: in evaluation mode.
+        tokenizer: of the model.
+        prompts: token ids of each prompt.
+        examples: the questions with their answers; None where the prompts come from a file.
+        sampler: how completions are drawn.
+        task: what scores them; None where the prompts come from a file.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    prompts: list[list[int]]
+    examples: list[Example] | None
+    sampler: Sampler
+    task: Task | None
+
+    def rewards(self, trace: Trace, *, first: int, samples: int) -> Float[Tensor, " n"]:
+        """Reward of each row of a trace whose prompts, ``samples`` rows of each, are those from ``first`` on.
+
+        Raises:
+            Refusal: the prompts come from a file, so nothing says what is right.
+        """
+        if self.task is None or self.examples is None:
+            raise Refusal("prompts of a file have no reward; name a task to measure with one")
+        found = []
+        for i, (ids, mask) in enumerate(zip(trace.completion_ids, trace.completion_mask, strict=True)):
+            text = self.tokenizer.decode(ids[mask], skip_special_tokens=True)
+            found.append(self.task.score(text, self.examples[first + i // samples].answer))
+        return torch.tensor(found)
+
+
+def load_subject(
+    model: str, overrides: list[str] | None = None, *, task: str | None = None, prompts: str | None = None
+) -> Subject:
+    """The subject that a command names, with overrides such as `count=16`, `sampling.temperature=0.7`.
+
+    Raises:
+        Refusal: with every complaint.
+    """
+    data: dict[str, Any] = {"model": {"name": model}}
+    data |= {"task": {"name": task}} if task is not None else {}
+    data |= {"prompts": prompts} if prompts is not None else {}
+    problem = "this cannot be looked at"
+    return checked_options(Subject, data, overrides=overrides or [], problem=problem, finish=_readable)
+
+
+def _readable(subject: Subject) -> Subject:
+    """The subject, whose task exists, or whose file holds prompts."""
+    if subject.task is not None:
+        subject.task.build()
+    else:
+        read_prompts(Path(str(subject.prompts)))
+    return subject
+
+
+def opened(subject: Subject, *, split: Split = "train") -> Opened:
+    """Load the model and encode the prompts.
+
+    Args:
+        subject: what to load.
+        split: of the task's questions; a file's prompts have none.
+
+    Raises:
+        Refusal: the model cannot be loaded, or a file holds no prompt.
+    """
+    from forklora.recipes.demo import load_model
+    from forklora.recipes.evaluate import sampler_of
+
+    task = subject.task.build() if subject.task is not None else None
+    examples = task.examples(subject.count, seed=subject.seed, split=split) if task is not None else None
+    asked = [e.prompt for e in examples] if examples is not None else read_prompts(Path(str(subject.prompts)))
+    given, stop = subject.sampling, list(task.stop) if task is not None else []
+    length = task.max_new_tokens if task is not None else _LENGTH
+    settings = {"max_new_tokens": given.max_new_tokens or length, "stop": stop if given.stop is None else given.stop}
+    model, tokenizer = load_model(subject.model.name, subject.model.dtype)
+    prompts = [encode(tokenizer, prompt) for prompt in asked[: subject.count]]
+    sampler = sampler_of(given.model_copy(update=settings), tokenizer)
+    return Opened(model, tokenizer, prompts, examples, sampler, task)
+
+
+def read_prompts(path: Path) -> list[str | list[dict[str, str]]]:
+    """The prompts of a file, empty lines left out.
+
+    Raises:
+        Refusal: the file cannot be read, holds no prompt, or a line of JSON lines is no object with a `prompt`.
+    """
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refusal(f"cannot read the prompts {path}: {error}") from error
+    if not lines:
+        raise Refusal(f"the file {path} holds no prompt; write one in each line")
+    if path.suffix not in (".jsonl", ".json"):
+        return list(lines)
+    return [_prompt_of(line, f"line {i} of {path}") for i, line in enumerate(lines, 1)]
+
+
+def _prompt_of(line: str, source: str) -> str | list[dict[str, str]]:
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise Refusal(f"{source} is no JSON: {error}") from error
+    prompt = entry.get("prompt") if isinstance(entry, dict) else None
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(prompt, list) and prompt and all(isinstance(turn, dict) for turn in prompt):
+        return prompt
+    raise Refusal(f'{source} has no prompt; write {{"prompt": "..."}}, or a list of chat messages in its place')
