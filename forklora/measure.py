@@ -42,23 +42,34 @@ def top_energy(m: Float[Tensor, "o i"], k: int = 16) -> float:
     return float(energy[:k].sum() / energy.sum())
 
 
-def unchanged_share(before: Float[Tensor, "*s"], after: Float[Tensor, "*s"], *, relative: float | None = None) -> float:
+def unchanged_share(
+    before: Float[Tensor, "*s"],
+    after: Float[Tensor, "*s"],
+    *,
+    relative: float | None = None,
+    absolute: float | None = None,
+) -> float:
     """Share of weights that did not change at bfloat16 precision, 0..1.
 
-    Unchanged means equal after both are rounded to bfloat16; or, with ``relative``, on the numbers as given,
+    Unchanged means equal after both are rounded to bfloat16. With ``absolute``, differing by no more than that after
+    this rounding (Mukherjee et al., 2025, use 1e-5); with ``relative``, on the numbers as given,
     ``|a - b| <= relative * max(|a|, |b|)`` (Zhu et al., 2025, use 1e-3).
 
     Raises:
-        ValueError: different shapes, no weights at all, or numbers that are not finite.
+        ValueError: different shapes, no weights at all, numbers that are not finite, or both thresholds.
     """
     if before.shape != after.shape or not before.numel():
         raise ValueError(f"need weights of one shape; got {list(before.shape)} before and {list(after.shape)} after.")
     if not (before.isfinite().all() and after.isfinite().all()):
         raise ValueError("some weights are not finite; a share of unchanged weights would hide it.")
-    if relative is None:
-        return float((before.bfloat16() == after.bfloat16()).double().mean())
-    old, new = before.double(), after.double()
-    return float(((new - old).abs() <= relative * torch.maximum(old.abs(), new.abs())).double().mean())
+    if relative is not None and absolute is not None:
+        raise ValueError(f"relative={relative} and absolute={absolute} are two definitions: give one of them.")
+    if relative is not None:
+        old, new = before.double(), after.double()
+        return float(((new - old).abs() <= relative * torch.maximum(old.abs(), new.abs())).double().mean())
+    old, new = before.bfloat16(), after.bfloat16()
+    same = old == new if absolute is None else (new.float() - old.float()).abs() <= absolute
+    return float(same.double().mean())
 
 
 def overlap(a: Float[Tensor, "d k"], b: Float[Tensor, "d m"]) -> float:
@@ -74,6 +85,23 @@ def overlap(a: Float[Tensor, "d k"], b: Float[Tensor, "d m"]) -> float:
         raise ValueError(f"columns of length {a.shape[0]} and {b.shape[0]} lie in different spaces.")
     qa, qb = _orthonormal(a), _orthonormal(b)
     return float((qa.T @ qb).square().sum() / min(qa.shape[1], qb.shape[1]))
+
+
+def principal_angles(a: Float[Tensor, "d k"], b: Float[Tensor, "d m"]) -> Float[Tensor, " n"]:
+    """Angles between two column spans in degrees, smallest first, as many as the smaller span has dimensions.
+
+    0 for a direction the spans share, 90 for one orthogonal to all of the other. Taken from sines where they are small
+    and from cosines where those are, so that equal spans give zero up to rounding (Bjoerck and Golub, 1973).
+
+    Raises:
+        ValueError: columns of different length, or a set without any direction.
+    """
+    if a.shape[0] != b.shape[0]:
+        raise ValueError(f"columns of length {a.shape[0]} and {b.shape[0]} lie in different spaces.")
+    qa, qb = sorted((_orthonormal(a), _orthonormal(b)), key=lambda q: q.shape[1])
+    cosines = torch.linalg.svdvals(qb.T @ qa).clamp(0, 1)
+    sines = torch.linalg.svdvals(qa - qb @ (qb.T @ qa)).clamp(0, 1).flip(0)
+    return torch.where(cosines > 0.5**0.5, sines.asin(), cosines.acos()).rad2deg()
 
 
 def captured_share(

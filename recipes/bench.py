@@ -24,7 +24,7 @@ from forklora.recipes.bench_plan import SPARE_STEPS, BenchPlan, Point, Shape, Si
 from forklora.recipes.bench_plot import bench_plot
 from forklora.recipes.bench_process import SideError, SideProcess
 from forklora.recipes.demo import DEMO_NAME, demo_model_folder, demo_weights
-from forklora.recipes.files import write_json
+from forklora.recipes.files import write_json, write_text
 from forklora.recipes.provenance import provenance
 from forklora.recipes.refusal import Refusal
 from tqdm.auto import tqdm
@@ -58,7 +58,7 @@ def run_bench(plan: BenchPlan, *, overwrite: bool = False) -> dict[str, Any]:
             result["shapes"] = [entry for entry in done if "family" not in entry["task"]]
             result["growth"] = [entry for entry in done if "family" in entry["task"]]
             write_json(file, result)
-    (file.with_suffix(".svg")).write_text(bench_plot(result), encoding="utf-8")
+    write_text(file.with_suffix(".svg"), bench_plot(result))
     return result
 
 

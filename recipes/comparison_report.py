@@ -3,7 +3,6 @@
 Decisions: the report depends on the records alone; each file is written whole or not at all.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +13,7 @@ from forklora.recipes.comparison_page import comparison_html
 from forklora.recipes.comparison_parts import Comparison
 from forklora.recipes.comparison_tables import Table, comparison_tables, reached_figure, signed_difference
 from forklora.recipes.comparison_words import facts, verdict
-from forklora.recipes.files import write_json
+from forklora.recipes.files import write_json, write_text
 from forklora.recipes.summary import MISSING, figure
 
 
@@ -43,8 +42,8 @@ def write_comparison(folder: Path) -> dict[str, Any]:
         "runs": runs,
     }
     content = _plain(content)
-    _write(folder / "report.md", comparison_markdown(found, tables))
-    _write(folder / "report.html", comparison_html(found, tables))
+    write_text(folder / "report.md", comparison_markdown(found, tables))
+    write_text(folder / "report.html", comparison_html(found, tables))
     write_json(folder / "report.json", content)
     return content
 
@@ -94,12 +93,3 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 - JSON
     if isinstance(value, dict):
         return {str(key): _plain(each) for key, each in value.items()}
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def _write(path: Path, content: str) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(content, encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -4,10 +4,10 @@ What stands on the page is a pure function of those files (see page.py): no cloc
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from forklora.recipes.files import write_text
 from forklora.recipes.page import render_page
 from forklora.recipes.summary import Record, summary_markdown, summary_table
 
@@ -21,13 +21,7 @@ def write_report(folder: Path) -> Path:
     """
     arms = read_arms(folder)
     page = folder / "report.html"
-    partial = folder / f".report.{os.getpid()}.partial"
-    content = render_page([record for record, _ in arms], [trace for _, trace in arms])
-    try:
-        partial.write_text(content, encoding="utf-8")
-        partial.replace(page)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_text(page, render_page([record for record, _ in arms], [trace for _, trace in arms]))
     return page
 
 

@@ -8,7 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forklora.measure import captured_share, numerical_rank, overlap, stable_rank, top_energy, unchanged_share
+from forklora.measure import (
+    captured_share,
+    numerical_rank,
+    overlap,
+    principal_angles,
+    stable_rank,
+    top_energy,
+    unchanged_share,
+)
 
 
 @pytest.fixture
@@ -174,3 +182,43 @@ def test_bases_of_other_spaces_are_refused():
         captured_share(torch.ones(9, 7), input=torch.ones(9, 2))
     with pytest.raises(ValueError, match="length 3 and 4"):
         overlap(torch.ones(3, 1), torch.ones(4, 1))
+
+
+def test_angles_between_spans_are_those_they_were_turned_by(rng):
+    q, turned = frame(12, 6, rng), torch.tensor([1e-7, 0.3, 40.0, 89.0, 90.0])
+    angles = turned.double().deg2rad()
+    other = angles.cos() * q[:, :5] + angles.sin() * frame_beside(q, rng)
+    mixed = other @ torch.randn(5, 5, generator=rng, dtype=torch.float64)
+    assert principal_angles(q[:, :5], mixed).tolist() == pytest.approx(turned.tolist(), abs=1e-6)
+    assert principal_angles(mixed, q[:, :5]).tolist() == pytest.approx(turned.tolist(), abs=1e-6)
+    assert principal_angles(q[:, :2], q).tolist() == pytest.approx([0, 0], abs=1e-6)
+
+
+def frame_beside(q, rng):
+    """Five orthonormal columns orthogonal to all of q."""
+    rest = torch.randn(len(q), 5, generator=rng, dtype=torch.float64)
+    return torch.linalg.qr(rest - q @ (q.T @ rest)).Q
+
+
+def test_angles_and_overlap_say_the_same(rng):
+    a, b = torch.randn(20, 4, generator=rng), torch.randn(20, 7, generator=rng)
+    cosines = principal_angles(a, b).deg2rad().cos()
+    assert len(cosines) == 4
+    assert overlap(a, b) == pytest.approx(float(cosines.square().mean()))
+
+
+def test_angles_between_spans_of_different_spaces_are_refused(as_users_run_it):
+    with pytest.raises(ValueError, match="different spaces"):
+        principal_angles(torch.ones(3, 1), torch.ones(4, 1))
+    with pytest.raises(ValueError, match="span nothing"):
+        principal_angles(torch.ones(3, 1), torch.zeros(3, 1))
+
+
+def test_weights_within_an_absolute_threshold_after_rounding_count_as_unchanged(as_users_run_it):
+    before = torch.tensor([0.0, 0.0, 1.0, 1.0, 1e-3])
+    after = torch.tensor([0.9e-5, 1.1e-5, 1.0 + 1e-3, 1.0 + 2**-7, 1e-3 + 0.9e-5])
+    # the third is rounded back, the fourth is the next number; the last moves by less than the threshold
+    assert unchanged_share(before, after, absolute=1e-5) == pytest.approx(3 / 5)
+    assert unchanged_share(before, after) == pytest.approx(1 / 5)
+    with pytest.raises(ValueError, match="two definitions"):
+        unchanged_share(before, after, absolute=1e-5, relative=1e-3)
