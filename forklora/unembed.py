@@ -28,12 +28,16 @@ _CHUNK = 1 << 21  # numbers of the unembedding widened to float32 at a time
 def unwrap(model: nn.Module) -> Any:  # noqa: ANN401 - a causal language model of whatever library
     """The model below DDP, DeepSpeed, FSDP and PEFT wrappers: the first one that has ``get_output_embeddings``."""
     seen: Any = model
-    while not callable(getattr(seen, "get_output_embeddings", None)) and isinstance(
-        getattr(seen, "module", None), nn.Module
-    ):
+    while not _owns_head(seen) and isinstance(getattr(seen, "module", None), nn.Module):
         seen = seen.module
     base = getattr(seen, "get_base_model", None)
     return base() if callable(base) else seen
+
+
+def _owns_head(model: nn.Module) -> bool:
+    """Whether a model itself tells its head; DeepSpeed's engine hands on whatever it is asked for."""
+    name = "get_output_embeddings"
+    return callable(getattr(type(model), name, None)) or callable(vars(model).get(name))
 
 
 def output_head(model: nn.Module) -> Any:  # noqa: ANN401 - a module with weight, and bias or none

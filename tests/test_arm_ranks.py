@@ -118,6 +118,24 @@ def test_any_ranks_under_any_stage_are_the_same_arm(deepspeed, ranks, folder, al
         check(found, alone, arm=arm)
 
 
+@pytest.mark.slow
+def test_a_model_s_own_weights_learn_under_deepspeed_as_without(folder):
+    recipes = [recipe_with(folder, ["plain"], deepspeed=deepspeed, seed=7) for deepspeed in (None, "zero2")]
+    arm = {"name": "full", "adapter": "full", "optimizer": "sgd", "rate": 0.01, "centering": "none"}
+    changes = {"arms": [arm], "outcome": {"samples": 2, "kl_prompts": 2}}
+    records = []
+    for recipe in recipes:
+        content = recipe.model_dump(mode="json") | changes | {"output": f"{recipe.output}-full"}
+        records += run_recipe(type(recipe).model_validate(content, strict=False))
+    alone, engine = records
+    assert alone["error"] is engine["error"] is None
+    assert alone["step0_hash"] == engine["step0_hash"]
+    for key in ("train_reward", "eval_reward"):
+        assert [p[key] for p in engine["curve"]] == pytest.approx([p[key] for p in alone["curve"]])
+    moved = [record["outcome"]["update"]["norm"] for record in records]
+    assert moved[0] > 0 and moved[1] == pytest.approx(moved[0], rel=1e-3)
+
+
 FAILING = """
 import os, signal
 if os.environ.get("RANK") == "1":

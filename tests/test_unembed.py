@@ -8,7 +8,7 @@ from torch import nn
 import tiny
 from forklora import unembed
 from forklora.unembed import hidden_only, output_head, read_unembedding, unwrap
-from tiny import HIDDEN, KINDS, VOCABULARY, Wrapper, close
+from tiny import HIDDEN, KINDS, VOCABULARY, HandingOn, Wrapper, close
 
 IDS = torch.tensor([[1, 5, 3, 9, 2, 7], [4, 4, 0, 8, 6, 2]])
 
@@ -20,6 +20,8 @@ def lora(net):
 WRAPPINGS = {
     "bare": lambda m: m,
     "ddp": Wrapper,
+    "engine": HandingOn,
+    "engine of peft": lambda m: HandingOn(lora(m)),
     "peft": lora,
     "ddp of peft": lambda m: Wrapper(lora(m)),
     "injected": lambda m: peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["mlp.down_proj", "c_fc"]), m),

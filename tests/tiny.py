@@ -129,3 +129,13 @@ class Wrapper(nn.Module):
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
+
+
+class HandingOn(Wrapper):
+    """A wrapper that hands on whatever it is asked for, as DeepSpeedEngine does."""
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
