@@ -6,7 +6,8 @@
     forklora copy quickstart mine.yaml
     forklora compare quick seeds='[0, 1]'
     forklora report runs/quick
-    forklora capture mine.yaml
+    forklora measure smollm2-135m ADAPTER --task addition
+    forklora capture smollm2-135m --task addition
     forklora bench shapes=40/5/8 repeats=3
     forklora stages stages=0,3 ranks=2
 
@@ -23,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forklora.recipes import verbs
-from forklora.recipes.files import write_json
+from forklora.recipes import looking, verbs
+from forklora.recipes.files import check_writable, write_json
 from forklora.recipes.refusal import Refusal
 
 _NEEDED = ("pydantic", "rich", "yaml")
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         options = _parsed(arguments)
         if options.json:
-            verbs.check_writable(options.json.parent, f"for --json {options.json}")
+            check_writable(options.json.parent, f"for --json {options.json}")
         code, result = options.verb(options)
         if options.json:
             write_json(options.json, result)
@@ -71,62 +72,95 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class _Verb:
-    """A verb's call, what it does in a sentence, and what it takes."""
+    """A verb's call, what it does in a sentence, and what it takes.
+
+    Attributes:
+        call: of the verb.
+        about: what it does.
+        takes: names of what stands without a key, each with its help; one that ends in ``?`` may be left out.
+        options: key, what stands behind it (a FILE and a FOLDER are paths), help.
+        overrides: help of the ``key=value`` that it takes; None where it takes none.
+        overwrite: help of ``--overwrite``; None where there is nothing to write over.
+    """
 
     call: Callable[[argparse.Namespace], tuple[int, Any]]
     about: str
-    takes: tuple[str, str] | None = None
+    takes: tuple[tuple[str, str], ...] = ()
+    options: tuple[tuple[str, str, str], ...] = ()
     overrides: str | None = None
     overwrite: str | None = None
 
 
 _RECIPE = ("recipe", "a YAML file, or a name that `forklora list` shows")
+_PATHS = ("folder", "target")
+_SPELLED = {"target": "DEST"}
+_PROMPTS = (
+    ("--task", "NAME", "prompts and rewards of this task, such as addition"),
+    ("--output", "FOLDER", "where the numbers and the page go"),
+)
 _REPEAT = "measure again what that folder holds already"
 _VERBS = {
     "run": _Verb(
         verbs.run,
         "train every arm of a recipe, print one table, write records and a report",
-        _RECIPE,
-        "changes to the recipe: steps=3, evaluation.prompts=32, arms.0.rate=1e-3, arms.span.rank=2",
-        "replace the records of an earlier run in that folder",
+        (_RECIPE,),
+        overrides="changes to the recipe: steps=3, evaluation.prompts=32, arms.0.rate=1e-3, arms.span.rank=2",
+        overwrite="replace the records of an earlier run in that folder",
     ),
     "compare": _Verb(
         verbs.compare,
         "choose a rate for every arm, run them over seeds, report what differs; goes on where it stopped",
-        ("recipe", "a YAML file, or a comparison that `forklora list` shows"),
-        "changes to the comparison: seeds='[0, 1]', deepspeed=zero2, arms.span.rates='[0.03, 0.1]'",
-        "forget the records of an earlier comparison in that folder",
+        (("recipe", "a YAML file, or a comparison that `forklora list` shows"),),
+        overrides="changes to the comparison: seeds='[0, 1]', deepspeed=zero2, arms.span.rates='[0.03, 0.1]'",
+        overwrite="forget the records of an earlier comparison in that folder",
     ),
     "report": _Verb(
         verbs.report,
         "tables, plots and one page from the records of a comparison",
-        ("folder", "the folder that a comparison has written to"),
+        (("folder", "the folder that a comparison has written to"),),
+        (("--peft", "FOLDER", "also write each run in PEFT's own schema there"),),
+    ),
+    "measure": _Verb(
+        looking.measure,
+        "what an update has done to a model's weights: rank, energy, overlap, share of unchanged weights",
+        (
+            ("base", "the model before: a folder, a hub id, or smollm2-135m"),
+            ("tuned", "the model after, or a folder with a PEFT adapter of the base"),
+        ),
+        (
+            ("--task", "NAME", "also the overlap with the span of this task's forks, beside random directions"),
+            ("--trace", "FILE", "the same, with the forks of rollouts that `forklora forks` has written"),
+            ("--output", "FOLDER", "where the numbers and the page go"),
+        ),
+        overrides="changes to what is measured: top=16, exact=2048, count=32",
     ),
     "capture": _Verb(
-        verbs.capture,
-        "share of a held-out policy gradient that reward-free bases and random ones hold",
-        _RECIPE,
-        "changes to the recipe: forks.prompts=32, arms.span.rank=2",
+        looking.capture,
+        "share of a held-out policy gradient that reward-free bases and others hold, and which layers hold it",
+        (("recipe", "a YAML file, or a name that `forklora list` shows; with --task, a model"),),
+        (_PROMPTS[0],),
+        overrides="changes to the recipe: forks.prompts=32, evaluation.prompts=64",
     ),
     "bench": _Verb(
         verbs.bench,
         "time and memory of a training step beside TRL's own, and how ours grows",
-        None,
-        "changes to what is measured: shapes=40/5/8,64/64/8/4/32, repeats=3, growth=false, model.name=FOLDER",
-        _REPEAT,
+        overrides="changes to what is measured: shapes=40/5/8,64/64/8/4/32, repeats=3, growth=false, model.name=FOLDER",
+        overwrite=_REPEAT,
     ),
     "stages": _Verb(
         verbs.stages,
         "the same update under every DeepSpeed stage: a matrix of tiny real runs",
-        None,
-        "changes to which cells run: stages=none,3, ranks=2, kinds=span, optimizers=sgd,length, dtypes=float32",
-        _REPEAT,
+        overrides="changes to which cells run: stages=none,3, ranks=2, kinds=span, optimizers=length, dtypes=float32",
+        overwrite=_REPEAT,
     ),
     "list": _Verb(verbs.list_all, "the recipes and comparisons that come with the package"),
     "copy": _Verb(
         verbs.copy,
         "copy a recipe, a comparison or a DeepSpeed configuration (zero2, ...), to change it",
-        ("recipe", "a name that `forklora list` shows, or a file"),
+        (
+            ("recipe", "a name that `forklora list` shows, or a file"),
+            ("target?", "file or folder; here if not given"),
+        ),
     ),
 }
 
@@ -140,17 +174,15 @@ def _add(names: Any, name: str, verb: _Verb) -> None:  # noqa: ANN401 - argparse
         epilog=_option_help(name) if verb.overrides else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    if verb.takes:
-        what, about = verb.takes
-        parser.add_argument(what, metavar=what.upper(), type=Path if what == "folder" else str, help=about)
+    for what, about in verb.takes:
+        word = what.removesuffix("?")
+        left_out = {"nargs": "?"} if what.endswith("?") else {}
+        kind = Path if word in _PATHS else str
+        parser.add_argument(word, metavar=_SPELLED.get(word, word.upper()), type=kind, help=about, **left_out)
+    for key, behind, about in verb.options:
+        parser.add_argument(key, metavar=behind, type=Path if behind in ("FILE", "FOLDER") else str, help=about)
     if verb.overrides:
         parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help=verb.overrides)
-    if name == "copy":
-        parser.add_argument("target", metavar="DEST", nargs="?", type=Path, help="file or folder; here if not given")
-    if name == "report":
-        parser.add_argument(
-            "--peft", metavar="FOLDER", type=Path, help="also write each run in PEFT's own schema there"
-        )
     if verb.overwrite:
         parser.add_argument("--overwrite", action="store_true", help=verb.overwrite)
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the result as JSON")
@@ -161,10 +193,16 @@ def _option_help(verb: str) -> str:
     from forklora.recipes.bench_plan import BenchPlan
     from forklora.recipes.config import Recipe
     from forklora.recipes.grid import Grid
+    from forklora.recipes.measure_plan import MeasurePlan
     from forklora.recipes.stages_plan import StagesPlan
     from forklora.recipes.wording import described_options
 
-    known = {"bench": ("benchmark", BenchPlan), "stages": ("matrix", StagesPlan), "compare": ("comparison", Grid)}
+    known = {
+        "bench": ("benchmark", BenchPlan),
+        "stages": ("matrix", StagesPlan),
+        "compare": ("comparison", Grid),
+        "measure": ("measurement", MeasurePlan),
+    }
     what, group = known.get(verb, ("recipe", Recipe))
     described = described_options(group)
     lines = [f"  {key} ({kind}; {default})\n      {about}" for key, kind, default, about in described]

@@ -1,14 +1,13 @@
 """Puts the tables and plots of a comparison on one page that needs no script and loads nothing."""
 
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import Any
 
-import jinja2
 from forklora.recipes.comparison_parts import Comparison, Entry
 from forklora.recipes.comparison_plots import Spot, curve_panel, pareto_chart, rate_panel
-from forklora.recipes.comparison_tables import Table
 from forklora.recipes.comparison_words import facts, verdict
+from forklora.recipes.sheet import package_templates
+from forklora.recipes.tables import Table
 from markupsafe import Markup
 
 _ROOM = 0.05  # above the highest accuracy
@@ -16,19 +15,16 @@ _ROOM = 0.05  # above the highest accuracy
 
 def comparison_html(found: Comparison, tables: Sequence[Table]) -> str:
     """The page of a comparison; the same records always give the same bytes."""
-    environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(lambda name: (files(__package__) / name).read_text(encoding="utf-8")),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    return environment.get_template("comparison.html.j2").render(
-        grid=found.grid,
-        verdict=verdict(found),
-        facts=facts(found),
-        tables=tables,
-        tasks=[_task(found, task) for task in found.grid["tasks"]],
+    return (
+        package_templates()
+        .get_template("comparison.html.j2")
+        .render(
+            grid=found.grid,
+            verdict=verdict(found),
+            facts=facts(found),
+            tables=tables,
+            tasks=[_task(found, task) for task in found.grid["tasks"]],
+        )
     )
 
 

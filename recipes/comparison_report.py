@@ -11,10 +11,11 @@ from typing import Any
 from forklora.recipes.comparison import read_comparison
 from forklora.recipes.comparison_page import comparison_html
 from forklora.recipes.comparison_parts import Comparison
-from forklora.recipes.comparison_tables import Table, comparison_tables, reached_figure, signed_difference
+from forklora.recipes.comparison_tables import comparison_tables, reached_figure, signed_difference
 from forklora.recipes.comparison_words import facts, verdict
 from forklora.recipes.files import write_json, write_text
 from forklora.recipes.summary import MISSING, figure
+from forklora.recipes.tables import Table, markdown_lines
 
 
 def write_comparison(folder: Path) -> dict[str, Any]:
@@ -76,16 +77,7 @@ def comparison_markdown(found: Comparison, tables: Sequence[Table]) -> str:
     grid = found.grid
     lines = [f"# {grid['name']}", "", grid["description"], "", verdict(found), ""]
     lines += [f"- {what}: {said}" for what, said in facts(found).items()]
-    for table in (table for table in tables if not table.folded):
-        lines += ["", f"## {table.title}", "", *([table.note, ""] if table.note else [])]
-        lines += [_cells(table.headings)]
-        lines += [_cells(["---" if i < table.words else "---:" for i in range(len(table.headings))])]
-        lines += [_cells(row) for row in table.rows]
-    return "\n".join(lines) + "\n"
-
-
-def _cells(row: Sequence[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|').replace(chr(10), ' ') for cell in row)} |"
+    return "\n".join([*lines, *markdown_lines(tables)]) + "\n"
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401 - JSON

@@ -4,34 +4,13 @@ Decisions: missing is an em dash; a difference whose interval holds zero reads "
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from forklora.recipes.comparison_parts import Comparison, Entry
 from forklora.recipes.intervals import Difference, WorkingRange, shown
 from forklora.recipes.summary import MISSING, figure, text
+from forklora.recipes.tables import Table
 
 _HASH = 12  # characters of a hash that are shown
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table as it is shown.
-
-    Attributes:
-        title: what it holds.
-        headings: of its columns.
-        rows: of text, as many entries as there are headings.
-        words: how many of the first columns hold words; the others hold numbers.
-        note: what has to be known to read it.
-        folded: whether a page keeps it closed at first.
-    """
-
-    title: str
-    headings: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    words: int = 1
-    note: str = ""
-    folded: bool = False
 
 
 def comparison_tables(found: Comparison) -> list[Table]:

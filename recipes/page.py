@@ -6,12 +6,11 @@ The page needs no script and loads nothing; its own content policy forbids both.
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib.resources import files
 from typing import Any
 
-import jinja2
 from forklora.recipes import plots
 from forklora.recipes.forkmap import EDGES, SURE, fork_map
+from forklora.recipes.sheet import package_templates
 from forklora.recipes.summary import (
     MISSING,
     TEXT_COLUMNS,
@@ -36,13 +35,7 @@ CURVE_COLUMNS = {"step": ",.0f", "rollouts": ",.0f", "seconds": ",.1f", "train_r
 
 def render_page(records: Sequence[Record], traces: Sequence[Record | None]) -> str:
     """The HTML page of one record or more; `traces[i]` is what trace/tokens.json of `records[i]` holds, or None."""
-    environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_package_text),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
+    environment = package_templates()
     environment.filters |= {"figure": figure, "visible": text, "headline": lambda value: value[:1].upper() + value[1:]}
     facts = [_facts(record) for record in records]
     shared = _shared(facts)
@@ -65,10 +58,6 @@ def render_page(records: Sequence[Record], traces: Sequence[Record | None]) -> s
         shared=shared,
         missing=MISSING,
     )
-
-
-def _package_text(name: str) -> str:
-    return files("forklora.recipes").joinpath(name).read_text(encoding="utf-8")
 
 
 def _title(records: Iterable[Record]) -> str:

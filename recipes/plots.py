@@ -81,6 +81,19 @@ def ticks(low: float, high: float, *, count: int = 5, whole: bool = False) -> li
 
 def learning_curves(series: Sequence[Series], *, target: float | None, x_label: str, size: Point) -> Markup:
     """Held-out accuracy against steps: one labeled line per arm, training reward thin, the target as a dashed line."""
+    said = "Held-out accuracy against training steps, one line per arm"
+    return line_chart(series, titles=(x_label, "held-out accuracy"), description=said, target=target, size=size)
+
+
+def line_chart(
+    series: Sequence[Series],
+    *,
+    titles: tuple[str, str],
+    description: str,
+    size: Point,
+    target: float | None = None,
+) -> Markup:
+    """One labeled line per series over whole numbers; a target is a dashed line across."""
     heights = [y for line in series for _, y in (*line.points, *line.thin)] + ([] if target is None else [target])
     widths = [x for line in series for x, _ in (*line.points, *line.thin)]
     x_ticks = ticks(min(widths), max(widths), count=6 if size[0] > 500 else 4, whole=True)
@@ -89,12 +102,12 @@ def learning_curves(series: Sequence[Series], *, target: float | None, x_label: 
     frame = Frame(*size, (x_ticks[0], max(widths[0] + 1, *widths)), (y_ticks[0], y_ticks[-1]), right=room)
     x_marks = [(tick, f"{tick:g}") for tick in x_ticks if tick <= frame.x_range[1]]
     marks = [(tick, f"{tick:g}") for tick in y_ticks]
-    parts = [axes(frame, x_ticks=x_marks, y_ticks=marks, titles=(x_label, "held-out accuracy"))]
+    parts = [axes(frame, x_ticks=x_marks, y_ticks=marks, titles=titles)]
     if target is not None:
         parts.append(_target(frame, target))
     parts += [_line(frame, line) for line in series]
     parts.append(_end_labels(frame, series))
-    return svg(frame, parts, description="Held-out accuracy against training steps, one line per arm")
+    return svg(frame, parts, description=description)
 
 
 def eigenvalue_chart(spectra: Sequence[Series], *, size: Point) -> Markup:

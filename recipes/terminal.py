@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from forklora.recipes.tables import Table
     from rich.console import RenderableType
-    from rich.table import Table
+    from rich.table import Table as RichTable
 
 
 def show(what: "RenderableType") -> None:
@@ -17,11 +18,11 @@ def show(what: "RenderableType") -> None:
     Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 120).print(what)
 
 
-def table(rows: Sequence[Mapping[str, Any]], *, title: str) -> "Table":
+def table(rows: Sequence[Mapping[str, Any]], *, title: str) -> "RichTable":
     """A table with one line per row; the first row's keys are the headings."""
-    from rich.table import Table
+    from rich.table import Table as RichTable
 
-    made = Table(title=title, title_justify="left")
+    made = RichTable(title=title, title_justify="left")
     for heading, value in (rows[0] if rows else {}).items():
         made.add_column(heading, justify="left" if isinstance(value, str) else "right", overflow="fold")
     for row in rows:
@@ -29,7 +30,19 @@ def table(rows: Sequence[Mapping[str, Any]], *, title: str) -> "Table":
     return made
 
 
-def side_by_side(rows: Sequence[Mapping[str, str]], *, title: str) -> "Table":
+def shown_table(found: "Table") -> "RichTable":
+    """A table of a page, for a terminal."""
+    from rich.table import Table as RichTable
+
+    made = RichTable(title=found.title, title_justify="left")
+    for i, heading in enumerate(found.headings):
+        made.add_column(heading, justify="left" if i < found.words else "right", overflow="fold")
+    for row in found.rows:
+        made.add_row(*row)
+    return made
+
+
+def side_by_side(rows: Sequence[Mapping[str, str]], *, title: str) -> "RichTable":
     """A table with one column per row, for rows of many short entries; errors are left out where there are none."""
     from forklora.recipes.summary import MISSING
 

@@ -6,47 +6,34 @@ by the verb that needs it, so that `list` does not wait for torch.
 
 import argparse
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forklora.recipes.files import check_writable
 from forklora.recipes.refusal import Refusal
+from forklora.recipes.terminal import show, side_by_side, table
 
 _MOST_ARMS = 6  # that the list names
 
 if TYPE_CHECKING:
     from forklora.recipes.config import Recipe
-    from rich.table import Table
 
 
 def run(options: argparse.Namespace) -> tuple[int, Any]:
     """Train every arm of a recipe."""
-    recipe = _checked_recipe(options)
+    recipe = checked_recipe(options)
     from forklora.recipes.run import run_recipe
 
     records = run_recipe(recipe, overwrite=options.overwrite)
     from forklora.recipes.summary import summary_table
 
     page = Path(recipe.output) / "report.html"
-    _show(side_by_side(summary_table(records), title=f"{recipe.name}: {recipe.description}"))
+    show(side_by_side(summary_table(records), title=f"{recipe.name}: {recipe.description}"))
     print(f"report: {page}")
     unfinished = [record for record in records if record["status"] != "done"]
     for record in unfinished:
         print(f"forklora: {record['arm']} {record['status']}: {record.get('error')}", file=sys.stderr)
     return (1 if unfinished else 0), {"records": records, "report": str(page)}
-
-
-def capture(options: argparse.Namespace) -> tuple[int, Any]:
-    """Shares of a held-out policy gradient that bases hold."""
-    recipe = _checked_recipe(options)
-    if recipe.deepspeed is not None or recipe.ranks > 1:
-        raise Refusal("capture runs in one process: deepspeed and ranks are for `forklora run`")
-    from forklora.recipes.capture import run_capture
-
-    result = run_capture(recipe)
-    _show(_table(result["rows"], title="share of a held-out policy gradient's energy inside the bases"))
-    return 0, result
 
 
 def bench(options: argparse.Namespace) -> tuple[int, Any]:
@@ -60,9 +47,9 @@ def bench(options: argparse.Namespace) -> tuple[int, Any]:
 
     check_plan(plan)
     result = run_bench(plan, overwrite=options.overwrite)
-    _show(_table(shape_rows(result), title=f"one training step on {plan.model.name}: TRL's GRPO beside ours"))
+    show(table(shape_rows(result), title=f"one training step on {plan.model.name}: TRL's GRPO beside ours"))
     if result["growth"]:
-        _show(_table(growth_rows(result), title="how our own step grows"))
+        show(table(growth_rows(result), title="how our own step grows"))
     print(CAPTION)
     print(f"numbers: {Path(plan.output) / 'bench.json'}, plot: {Path(plan.output) / 'bench.svg'}")
     failed = failures(result)
@@ -83,7 +70,7 @@ def stages(options: argparse.Namespace) -> tuple[int, Any]:
     check_stages(plan)
     result = run_stages(plan, overwrite=options.overwrite)
     for dtype in plan.dtypes:
-        _show(_table(stage_rows(result, dtype), title=f"base in {dtype}"))
+        show(table(stage_rows(result, dtype), title=f"base in {dtype}"))
     print(CAPTION)
     print(f"cells: {Path(plan.output) / 'stages.json'}")
     failed = list(failed_cells(result))
@@ -97,7 +84,7 @@ def compare(options: argparse.Namespace) -> tuple[int, Any]:
     from forklora.recipes.grid import load_grid
 
     grid = load_grid(options.recipe, options.overrides)
-    _check_place(grid.model.name, grid.output)
+    check_place(grid.model.name, grid.output)
     from forklora.recipes.compare import check_grid, run_grid
 
     check_grid(grid)
@@ -124,7 +111,7 @@ def _told(found: dict[str, Any], folder: Path) -> tuple[int, Any]:
     """Show a comparison's table and its failures."""
     from forklora.recipes.comparison_report import comparison_rows
 
-    _show(_table(comparison_rows(found), title=found["title"]))
+    show(table(comparison_rows(found), title=found["title"]))
     print(f"report: {folder / 'report.html'}, {folder / 'report.md'}, {folder / 'report.json'}")
     for failure in found["failures"]:
         print(f"forklora: {failure}", file=sys.stderr)
@@ -141,7 +128,7 @@ def list_all(_: argparse.Namespace) -> tuple[int, Any]:
     grids = {name: Grid.model_validate(read_yaml(path)) for name, path in grid_paths().items()}
     rows = [_listed(recipe, recipe.task.name, verb="run") for recipe in recipes.values()]
     rows += [_listed(grid, ", ".join(task.name for task in grid.tasks), verb="compare") for grid in grids.values()]
-    _show(_table(rows, title="recipes and comparisons"))
+    show(table(rows, title="recipes and comparisons"))
     return 0, rows
 
 
@@ -181,60 +168,22 @@ def copy(options: argparse.Namespace) -> tuple[int, Any]:
     return 0, {"recipe": str(source), "copy": str(target)}
 
 
-def _checked_recipe(options: argparse.Namespace) -> "Recipe":
+def checked_recipe(options: argparse.Namespace) -> "Recipe":
     """The recipe, after everything that can be found wrong in a second has been looked at."""
     from forklora.recipes.config import load_recipe
 
     recipe = load_recipe(options.recipe, options.overrides)
-    _check_place(recipe.model.name, recipe.output)
+    check_place(recipe.model.name, recipe.output)
     from forklora.recipes.preflight import check_recipe
 
     check_recipe(recipe)
     return recipe
 
 
-def _check_place(model: str, output: str) -> None:
+def check_place(model: str, output: str) -> None:
     """Refuse a demo model whose weights are not installed, or an output folder that nothing can be written to."""
     from forklora.recipes.demo import DEMO_NAME, demo_weights
 
     if model == DEMO_NAME:
         demo_weights()
     check_writable(Path(output), "for the output; choose another folder with output=FOLDER")
-
-
-def check_writable(folder: Path, purpose: str) -> None:
-    """Refuse a folder that nothing can be written to; a missing one is made."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise Refusal(f"cannot write to {folder} ({error.strerror}), {purpose}") from error
-
-
-def _show(table: "Table") -> None:
-    from rich.console import Console
-
-    # A pipe has no width of its own; 120 columns keep the rows whole in logs.
-    Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 120).print(table)
-
-
-def _table(rows: Sequence[Mapping[str, Any]], *, title: str) -> "Table":
-    """A table with one line per row; the first row's keys are the headings."""
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for heading, value in (rows[0] if rows else {}).items():
-        table.add_column(heading, justify="left" if isinstance(value, str) else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
-    return table
-
-
-def side_by_side(rows: Sequence[Mapping[str, str]], *, title: str) -> "Table":
-    """A table with one column per row, for rows of many short entries; errors are left out where there are none."""
-    from forklora.recipes.summary import MISSING
-
-    headings, *others = rows[0]
-    lines = [{headings: other, **{row[headings]: row[other] for row in rows}} for other in others]
-    return _table([line for line in lines if {*line.values()} != {"error", MISSING}], title=title)

@@ -38,6 +38,8 @@ EXEMPT = {
     "forklora/bases.py:collect_bases": "the call collect_bases(model, tokenizer, prompts, ...) of the documentation",
     "recipes/watch.py:Watch.on_log": "transformers.TrainerCallback",
     "recipes/watch.py:Watch.on_train_begin": "transformers.TrainerCallback",
+    "trainers/drift.py:DriftCallback.on_step_end": "transformers.TrainerCallback",
+    "trainers/drift.py:DriftCallback.on_train_begin": "transformers.TrainerCallback",
     "trainers/rl.py:ForkGRPOTrainer.__init__": "trl.GRPOTrainer",
 }
 

@@ -23,6 +23,7 @@ ROOMS: dict[str, set[str]] = {
     "losses": set(),
     "optim": set(),
     "measure": set(),
+    "spectra": {"measure"},
     "trace": {"archive"},
     "forks": {"trace"},
     "attention": set(),

@@ -1,23 +1,10 @@
-"""A subject is refused before any weight is read, or is the model, the prompts and the sampler that were named."""
+"""A subject is refused before any weight is read, or holds the model, the prompts and the settings that were named."""
 
 import json
 
 import pytest
-import torch
-from forklora.recipes.options import TaskSpec
 from forklora.recipes.refusal import Refusal
-from forklora.recipes.subject import Subject, load_subject, opened, read_prompts
-
-from forklora.rollouts import sample
-from tiny_policy import eager, llama, tokenizer
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("subject") / "model"
-    eager(llama(tied=False)).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    return str(folder)
+from forklora.recipes.subject import load_subject, read_prompts
 
 
 def written(folder, text, name="prompts.txt"):
@@ -76,25 +63,3 @@ def test_unknown_tasks_and_keys_are_refused_with_what_is_near():
 def test_overrides_reach_every_group():
     found = load_subject("m", ["count=3", "sampling.top_p=0.9", "task.options={low: 7}"], task="addition")
     assert (found.count, found.sampling.top_p, found.task.options) == (3, 0.9, {"low": 7})
-
-
-def test_a_task_brings_length_stops_and_rewards(model):
-    asked = {"model": {"name": model, "dtype": "float32"}, "task": TaskSpec(name="multiplication"), "count": 3}
-    found = opened(Subject.model_validate(asked))
-    assert len(found.prompts) == len(found.examples) == 3
-    assert found.sampler.max_new_tokens == found.task.max_new_tokens
-    trace = sample(found.model, found.prompts[1:], sampler=found.sampler, group=2, luck=lambda _: torch.full((4,), 0.5))
-    answers = [found.examples[1 + i // 2].answer for i in range(4)]
-    texts = [found.tokenizer.decode(r[m]) for r, m in zip(trace.completion_ids, trace.completion_mask, strict=True)]
-    expected = [found.task.score(t, a) for t, a in zip(texts, answers, strict=True)]
-    assert found.rewards(trace, first=1, samples=2).tolist() == expected
-
-
-def test_a_file_brings_no_reward_and_its_first_prompts(model, tmp_path):
-    path = written(tmp_path, "a b\nb a\na a\n")
-    asked = {"model": {"name": model, "dtype": "float32"}, "prompts": str(path), "count": 2}
-    found = opened(Subject.model_validate(asked))
-    assert [found.tokenizer.decode(ids) for ids in found.prompts] == ["a b", "b a"]
-    assert found.sampler.stop is None
-    with pytest.raises(Refusal, match="no reward"):
-        found.rewards(sample(found.model, found.prompts, sampler=found.sampler), first=0, samples=1)

@@ -8,18 +8,6 @@ from forklora.recipes.grid import grid_paths
 from forklora.recipes.refusal import Refusal
 
 
-def test_a_folder_that_can_be_written_to_is_made_and_left_empty(tmp_path):
-    verbs.check_writable(tmp_path / "a" / "b", "for a test")
-    assert list((tmp_path / "a" / "b").iterdir()) == []
-
-
-def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path):
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(Refusal, match="for a test"):
-        verbs.check_writable(tmp_path / "file" / "b", "for a test")
-    assert (tmp_path / "file").read_text() == "mine"
-
-
 @pytest.mark.parametrize("name", sorted(grid_paths()))
 def test_a_comparison_is_copied_whole_and_never_over_another_file(tmp_path, name, capsys):
     options = argparse.Namespace(recipe=name, target=tmp_path)

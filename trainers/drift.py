@@ -70,6 +70,7 @@ class DriftCallback(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
+        *,
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
@@ -87,6 +88,7 @@ class DriftCallback(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
+        *,
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:

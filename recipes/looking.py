@@ -1,0 +1,88 @@
+"""Does what the verbs that look at models are for: they train nothing of yours, and write numbers and a page.
+
+Every verb takes the parsed options and returns the exit code with the result that `--json` writes.
+"""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forklora.recipes.files import check_writable, write_json, write_text
+from forklora.recipes.refusal import Refusal
+from forklora.recipes.terminal import show, shown_table, table
+from forklora.recipes.verbs import check_place, checked_recipe
+
+if TYPE_CHECKING:
+    from forklora.recipes.config import Recipe
+    from forklora.recipes.sheet import Sheet
+
+_PURPOSE = "for the output; choose another folder with --output FOLDER"
+
+
+def capture(options: argparse.Namespace) -> tuple[int, Any]:
+    """Shares of a held-out policy gradient that bases hold."""
+    recipe = _task_recipe(options) if options.task else checked_recipe(options)
+    if recipe.deepspeed is not None or recipe.ranks > 1:
+        raise Refusal("capture runs in one process: deepspeed and ranks are for `forklora run`")
+    from forklora.recipes.capture import run_capture
+
+    result = run_capture(recipe)
+    show(table(result["rows"], title="share of a held-out policy gradient's energy inside the bases"))
+    return 0, result
+
+
+def _task_recipe(options: argparse.Namespace) -> "Recipe":
+    """A recipe of the named model and task, for what is measured without training an arm."""
+    from forklora.recipes.config import Recipe, resolved
+    from forklora.recipes.reading import checked_options
+
+    data = {
+        "name": options.task,
+        "description": "Measured, not trained.",
+        "model": {"name": options.recipe},
+        "task": {"name": options.task},
+        "arms": [{"name": "block", "adapter": "block", "rank": 1, "rate": 0.1}],
+    }
+    problem = "this cannot be measured"
+    recipe = checked_options(Recipe, data, overrides=options.overrides, problem=problem, finish=resolved)
+    check_place(recipe.model.name, recipe.output)
+    return recipe
+
+
+def _folder(options: argparse.Namespace) -> Path:
+    """The output folder, once it is known that it can be written to."""
+    folder = options.output or Path("runs") / options.verb.__name__
+    check_writable(folder, _PURPOSE)
+    return folder
+
+
+def measure(options: argparse.Namespace) -> tuple[int, Any]:
+    """What an update has done to the weights."""
+    from forklora.recipes.measure_plan import load_measure
+
+    trace = None if options.trace is None else str(options.trace)
+    plan = load_measure(options.base, options.tuned, task=options.task, trace=trace, overrides=options.overrides)
+    folder = _folder(options)
+    from forklora.recipes.measuring import measure_update
+    from forklora.recipes.measuring_page import measuring_sheet
+    from forklora.recipes.pairs import WeightPairs
+    from forklora.recipes.spans import read_spans
+
+    pairs = WeightPairs(plan.base, plan.tuned)  # refused before anything is rolled out
+    result = measure_update(pairs, top=plan.top, exact=plan.exact, seed=plan.seed, spans=read_spans(plan))
+    result = {"plan": plan.model_dump(mode="json"), **result}
+    return _shown(measuring_sheet(result), result, folder=folder, name="measure")
+
+
+def _shown(sheet: "Sheet", result: dict[str, Any], *, folder: Path, name: str) -> tuple[int, Any]:
+    """Write numbers, Markdown and page, and show the tables that stand open."""
+    from forklora.recipes.sheet import sheet_html, sheet_markdown
+
+    write_json(folder / f"{name}.json", result)
+    write_text(folder / f"{name}.md", sheet_markdown(sheet))
+    write_text(folder / f"{name}.html", sheet_html(sheet))
+    for one in (one for one in sheet.tables if not one.folded):
+        show(shown_table(one))
+    show(sheet.lead)
+    show(f"page: {folder / name}.html, numbers: {folder / name}.json")
+    return 0, result
