@@ -127,11 +127,16 @@ def draw(
         mu: distributions, up to a factor.
         uniform: float64 numbers in 0..1.
         of: distribution each number is for; None takes one number per distribution.
+
+    Raises:
+        ValueError: a distribution has no mass, or is not finite.
     """
     of = torch.arange(len(mu), device=mu.device) if of is None else of
     blocks = _blocks(mu, 0.0)
     share = blocks.sum(-1).double()
     total = share.cumsum(-1)[of]
+    if not ((total[:, -1] > 0) & total[:, -1].isfinite()).all():
+        raise ValueError("there is no distribution to draw from: the policy's logits are NaN or infinite. It diverged.")
     aim = uniform[:, None] * (1 - 2**-50) * total[:, -1:]
     block = torch.searchsorted(total, aim, right=True)
     inner = blocks[of, block[:, 0]].double().cumsum(-1)

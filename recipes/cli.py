@@ -8,6 +8,7 @@
     forklora report runs/quick
     forklora measure smollm2-135m ADAPTER --task addition
     forklora capture smollm2-135m --task addition
+    forklora contrast steps=8
     forklora bench shapes=40/5/8 repeats=3
     forklora stages stages=0,3 ranks=2
 
@@ -141,6 +142,12 @@ _VERBS = {
         (_PROMPTS[0],),
         overrides="changes to the recipe: forks.prompts=32, evaluation.prompts=64",
     ),
+    "contrast": _Verb(
+        looking.contrast,
+        "full weights trained by reinforcement learning, distillation and fine-tuning: what each did to them",
+        overrides="changes to what is contrasted: steps=8, ways=rl,sft, rates.rl-sgd='[0.1, 0.3]', output=FOLDER",
+        overwrite=_REPEAT,
+    ),
     "bench": _Verb(
         verbs.bench,
         "time and memory of a training step beside TRL's own, and how ours grows",
@@ -192,6 +199,7 @@ def _add(names: Any, name: str, verb: _Verb) -> None:  # noqa: ANN401 - argparse
 def _option_help(verb: str) -> str:
     from forklora.recipes.bench_plan import BenchPlan
     from forklora.recipes.config import Recipe
+    from forklora.recipes.contrast_plan import ContrastPlan
     from forklora.recipes.grid import Grid
     from forklora.recipes.measure_plan import MeasurePlan
     from forklora.recipes.stages_plan import StagesPlan
@@ -201,6 +209,7 @@ def _option_help(verb: str) -> str:
         "bench": ("benchmark", BenchPlan),
         "stages": ("matrix", StagesPlan),
         "compare": ("comparison", Grid),
+        "contrast": ("contrast", ContrastPlan),
         "measure": ("measurement", MeasurePlan),
     }
     what, group = known.get(verb, ("recipe", Recipe))

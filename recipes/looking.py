@@ -86,3 +86,19 @@ def _shown(sheet: "Sheet", result: dict[str, Any], *, folder: Path, name: str) -
     show(sheet.lead)
     show(f"page: {folder / name}.html, numbers: {folder / name}.json")
     return 0, result
+
+
+def contrast(options: argparse.Namespace) -> tuple[int, Any]:
+    """Several ways of training full weights, and what each did to them."""
+    from forklora.recipes.contrast_plan import load_contrast
+
+    plan = load_contrast(options.overrides)
+    folder = Path(plan.output)
+    check_place(plan.model.name, plan.output)
+    from forklora.recipes.contrast import run_contrast
+    from forklora.recipes.contrast_page import contrast_sheet
+
+    result = run_contrast(plan, overwrite=options.overwrite)
+    code, _ = _shown(contrast_sheet(result), result, folder=folder, name="contrast")
+    failed = [run["run"] for run in result["runs"] if run["status"] != "done"]
+    return (1 if failed else code), result

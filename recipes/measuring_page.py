@@ -1,6 +1,7 @@
 """Says in tables and drawings what an update has done to a model's weights."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from forklora.recipes import plots
@@ -9,7 +10,7 @@ from forklora.recipes.sheet import Plots, Sheet
 from forklora.recipes.summary import MISSING, figure
 from forklora.recipes.tables import Table
 
-_SIZE = (900.0, 400.0)
+_SIZE = (430.0, 280.0)
 _NAMED = 5  # of the weights that stand on one side alone
 _UNCHANGED = "unchanged: equal in bfloat16; within 1e-5 there; within a share of 1e-3 as stored."
 _MEDIANS = "Ranks and energies are medians over the matrices that moved, shares of unchanged weights count all weights."
@@ -23,7 +24,7 @@ def measuring_sheet(result: Mapping[str, Any]) -> Sheet:
     tables += [_every(result["matrices"], top=plan["top"])]
     return Sheet(
         kicker="forklora measure",
-        title=f"{plan['tuned']} beside {plan['base']}",
+        title=f"{_short(plan['tuned'])} beside {_short(plan['base'])}",
         lead=_lead(rows, top=plan["top"]),
         facts=_facts(result),
         tables=tables,
@@ -40,6 +41,11 @@ def _lead(rows: Sequence[Mapping[str, Any]], *, top: int) -> str:
         f"unchanged in bfloat16; the median update has a stable rank of {figure(whole['stable_rank'], '.1f')} and "
         f"{figure(whole['top_energy'], '.1%')} of its energy in {top} directions."
     )
+
+
+def _short(source: str) -> str:
+    """A hub id as it is, of a folder the last two names."""
+    return "/".join(Path(source).parts[-2:])
 
 
 def _facts(result: Mapping[str, Any]) -> dict[str, str]:

@@ -14,18 +14,9 @@ from forklora.recipes.zero import deepspeed_settings
 from safetensors.torch import load_file
 
 from rank_processes import gone, started
-from tiny_policy import LAYERS, llama, recipe_of, tokenizer, tokens
+from tiny_policy import LAYERS, guessing, llama, recipe_of
 
 SAME = ("step0_hash", "base_hash", "trained_parameters", "adapter_bytes", "eval_reward_start", "target")
-
-
-def guessing(model):
-    """The model with likelier zeros and newlines, so that some answers are right and some are not."""
-    with torch.no_grad():
-        direction = model(tokens(rows=16), output_hidden_states=True).hidden_states[-1].flatten(0, 1).mean(0)
-        for text in "0\n":
-            model.lm_head.weight[tokenizer()(text)["input_ids"][0]] += 4 * direction / direction.square().sum()
-    return model
 
 
 def recipe_with(folder, arms, **changes):

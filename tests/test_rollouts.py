@@ -289,3 +289,11 @@ def test_a_position_takes_the_bytes_that_are_stated(keep):
     ]  # fmt: skip
     bytes_each = sum(t.element_size() * t.numel() for t in stored) / trace.completion_ids.numel()
     assert bytes_each == 12 * keep + 4 * HIDDEN + 21
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), 0.0])
+def test_a_policy_that_diverged_is_said_to_have(broken):
+    mu = torch.full((2, 300), 1 / 300)
+    mu[1] = broken
+    with pytest.raises(ValueError, match="diverged"):
+        draw(mu, uniform(2))
