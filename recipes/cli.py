@@ -7,6 +7,7 @@
     forklora compare quick seeds='[0, 1]'
     forklora report runs/quick
     forklora measure smollm2-135m ADAPTER --task addition
+    forklora forks smollm2-135m --task addition count=16
     forklora capture smollm2-135m --task addition
     forklora contrast steps=8
     forklora bench shapes=40/5/8 repeats=3
@@ -95,10 +96,9 @@ class _Verb:
 _RECIPE = ("recipe", "a YAML file, or a name that `forklora list` shows")
 _PATHS = ("folder", "target")
 _SPELLED = {"target": "DEST"}
-_PROMPTS = (
-    ("--task", "NAME", "prompts and rewards of this task, such as addition"),
-    ("--output", "FOLDER", "where the numbers and the page go"),
-)
+_TASK = ("--task", "NAME", "prompts and rewards of this task, such as addition")
+_OUTPUT = ("--output", "FOLDER", "where the numbers and the page go")
+_PROMPTS = ("--prompts", "FILE", "prompts of a file, one in each line, or JSON lines with a key `prompt`")
 _REPEAT = "measure again what that folder holds already"
 _VERBS = {
     "run": _Verb(
@@ -131,15 +131,22 @@ _VERBS = {
         (
             ("--task", "NAME", "also the overlap with the span of this task's forks, beside random directions"),
             ("--trace", "FILE", "the same, with the forks of rollouts that `forklora forks` has written"),
-            ("--output", "FOLDER", "where the numbers and the page go"),
+            _OUTPUT,
         ),
         overrides="changes to what is measured: top=16, exact=2048, count=32",
+    ),
+    "forks": _Verb(
+        looking.forks,
+        "where a model could have gone another way: a map of its rollouts' forks, their candidates and their span",
+        (("model", "a folder, a hub id, or smollm2-135m"),),
+        (_TASK, _PROMPTS, _OUTPUT),
+        overrides="changes to what is looked at: count=16, group=8, mass=0.95, sampling.temperature=0.7",
     ),
     "capture": _Verb(
         looking.capture,
         "share of a held-out policy gradient that reward-free bases and others hold, and which layers hold it",
         (("recipe", "a YAML file, or a name that `forklora list` shows; with --task, a model"),),
-        (_PROMPTS[0],),
+        (_TASK,),
         overrides="changes to the recipe: forks.prompts=32, evaluation.prompts=64",
     ),
     "contrast": _Verb(
@@ -203,6 +210,7 @@ def _option_help(verb: str) -> str:
     from forklora.recipes.grid import Grid
     from forklora.recipes.measure_plan import MeasurePlan
     from forklora.recipes.stages_plan import StagesPlan
+    from forklora.recipes.subject import ForkSubject
     from forklora.recipes.wording import described_options
 
     known = {
@@ -210,6 +218,7 @@ def _option_help(verb: str) -> str:
         "stages": ("matrix", StagesPlan),
         "compare": ("comparison", Grid),
         "contrast": ("contrast", ContrastPlan),
+        "forks": ("look at the forks", ForkSubject),
         "measure": ("measurement", MeasurePlan),
     }
     what, group = known.get(verb, ("recipe", Recipe))

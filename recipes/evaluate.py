@@ -18,6 +18,7 @@ from forklora.recipes.files import write_json
 from forklora.recipes.options import SamplingSpec
 from forklora.recipes.ranks import gathered, this_rank
 from forklora.recipes.tasks import Task
+from forklora.recipes.tokens import token_rows
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -91,22 +92,7 @@ class Examiner:
         rewards = self.rewards(trace, first=0, samples=1)
         trace = replace(trace, reward=torch.tensor(rewards))
         trace.save(folder / "forks.safetensors")
-        write_json(folder / "tokens.json", {"rows": [self._row(trace, i) for i in range(len(trace))]})
-
-    def _row(self, trace: Trace, i: int) -> dict[str, Any]:
-        decode = self.tokenizer.decode
-        tokens = []
-        for t in trace.completion_mask[i].nonzero()[:, 0].tolist():
-            listed = zip(trace.candidate_ids[i, t].tolist(), trace.candidate_probs[i, t].tolist(), strict=True)
-            tokens.append(
-                {
-                    "text": decode([int(trace.completion_ids[i, t])]),
-                    "probability": float(trace.logprob[i, t].exp()),
-                    "spread": float(trace.spread[i, t]),
-                    "candidates": [[decode([a]), p] for a, p in listed if a >= 0],
-                }
-            )
-        return {"prompt": decode(self.prompts[i]), "reward": float(trace.reward[i]), "tokens": tokens}
+        write_json(folder / "tokens.json", {"rows": token_rows(trace, self.tokenizer.decode)})
 
 
 def sampler_of(asked: SamplingSpec, tokenizer: Any) -> Sampler:  # noqa: ANN401

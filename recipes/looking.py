@@ -74,6 +74,24 @@ def measure(options: argparse.Namespace) -> tuple[int, Any]:
     return _shown(measuring_sheet(result), result, folder=folder, name="measure")
 
 
+def forks(options: argparse.Namespace) -> tuple[int, Any]:
+    """Where a model could have gone another way."""
+    from forklora.recipes.subject import ForkSubject, load_subject
+
+    prompts = None if options.prompts is None else str(options.prompts)
+    given = {"task": options.task, "prompts": prompts, "overrides": options.overrides}
+    subject = load_subject(ForkSubject, options.model, **given)
+    folder = _folder(options)
+    check_place(subject.model.name, str(folder))
+    from forklora.recipes.forking import run_forks
+    from forklora.recipes.forking_page import forking_sheet, terminal_map
+
+    result, trace = run_forks(subject)
+    trace.save(folder / "trace.safetensors")
+    show(terminal_map(result["rows"]))
+    return _shown(forking_sheet(result), result, folder=folder, name="forks")
+
+
 def _shown(sheet: "Sheet", result: dict[str, Any], *, folder: Path, name: str) -> tuple[int, Any]:
     """Write numbers, Markdown and page, and show the tables that stand open."""
     from forklora.recipes.sheet import sheet_html, sheet_markdown

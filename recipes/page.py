@@ -35,28 +35,30 @@ CURVE_COLUMNS = {"step": ",.0f", "rollouts": ",.0f", "seconds": ",.1f", "train_r
 
 def render_page(records: Sequence[Record], traces: Sequence[Record | None]) -> str:
     """The HTML page of one record or more; `traces[i]` is what trace/tokens.json of `records[i]` holds, or None."""
-    environment = package_templates()
-    environment.filters |= {"figure": figure, "visible": text, "headline": lambda value: value[:1].upper() + value[1:]}
     facts = [_facts(record) for record in records]
     shared = _shared(facts)
     rows = summary_table(records)
-    return environment.get_template("report.html.j2").render(
-        title=_title(records),
-        sentence=_sentence(records),
-        headings=[heading for heading in rows[0] if heading != "error"],
-        text_columns=TEXT_COLUMNS,
-        arms=[
-            _arm(record, row, facts=_own(fact, shared)) | {"hue": plots.hue_class(place)}
-            for place, (record, row, fact) in enumerate(zip(records, rows, facts, strict=True))
-        ],
-        interval=_interval(records),
-        curves=_curves(records),
-        forks=[(names, fork_map(trace), trace.get("problem")) for names, _, trace in _by_value(records, traces)],
-        edges=EDGES,
-        sure=SURE,
-        spectra=_spectra(records),
-        shared=shared,
-        missing=MISSING,
+    return (
+        package_templates()
+        .get_template("report.html.j2")
+        .render(
+            title=_title(records),
+            sentence=_sentence(records),
+            headings=[heading for heading in rows[0] if heading != "error"],
+            text_columns=TEXT_COLUMNS,
+            arms=[
+                _arm(record, row, facts=_own(fact, shared)) | {"hue": plots.hue_class(place)}
+                for place, (record, row, fact) in enumerate(zip(records, rows, facts, strict=True))
+            ],
+            interval=_interval(records),
+            curves=_curves(records),
+            forks=[(names, fork_map(trace), trace.get("problem")) for names, _, trace in _by_value(records, traces)],
+            edges=EDGES,
+            sure=SURE,
+            spectra=_spectra(records),
+            shared=shared,
+            missing=MISSING,
+        )
     )
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 
 import jinja2
+from forklora.recipes.summary import figure, text
 from forklora.recipes.tables import Table, markdown_lines
 from markupsafe import Markup
 
@@ -35,7 +36,7 @@ class Sheet:
         facts: how it was measured.
         tables: the figures; folded ones stand closed at the end.
         plots: drawings of them.
-        body: markup of its own between tables and facts.
+        body: markup of its own before all of them.
     """
 
     kicker: str
@@ -61,10 +62,12 @@ def sheet_markdown(sheet: Sheet) -> str:
 
 def package_templates() -> jinja2.Environment:
     """The templates that come with the package; what they are given is escaped, what is missing is an error."""
-    return jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(lambda name: (files(__package__) / name).read_text(encoding="utf-8")),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
+    environment.filters |= {"figure": figure, "visible": text, "headline": lambda value: value[:1].upper() + value[1:]}
+    return environment

@@ -3,12 +3,12 @@
 Prompts come from a task, whose completions can be scored, or from a file: text with a prompt in each line, or JSON
 lines, whose `prompt` is a string or a list of chat messages.
 
-    python -c "from forklora.recipes.subject import load_subject; print(load_subject('smollm2-135m', task='addition'))"
+    python -c "from forklora.recipes.subject import Subject; print(Subject(task={'name': 'addition'}))"
 """
 
 import json
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from forklora.recipes.options import Closed, ModelSpec, Positive, SamplingSpec, TaskSpec
 from forklora.recipes.reading import checked_options
@@ -39,9 +39,21 @@ class Subject(Closed):
         return self
 
 
+Asked = TypeVar("Asked", bound=Subject)
+
+
+class ForkSubject(Subject):
+    """A model with prompts whose forks are looked at."""
+
+    mass: float = Field(0.98, gt=0, le=1)
+    """Probability that a candidate set holds, unless it reaches its cap."""
+    cap: Positive = 8
+    """Most candidates at a position."""
+
+
 def load_subject(
-    model: str, overrides: list[str] | None = None, *, task: str | None = None, prompts: str | None = None
-) -> Subject:
+    group: type[Asked], model: str, *, overrides: list[str], task: str | None = None, prompts: str | None = None
+) -> Asked:
     """The subject that a command names, with overrides such as `count=16`, `sampling.temperature=0.7`.
 
     Raises:
@@ -51,10 +63,10 @@ def load_subject(
     data |= {"task": {"name": task}} if task is not None else {}
     data |= {"prompts": prompts} if prompts is not None else {}
     problem = "this cannot be looked at"
-    return checked_options(Subject, data, overrides=overrides or [], problem=problem, finish=_readable)
+    return checked_options(group, data, overrides=overrides, problem=problem, finish=_readable)
 
 
-def _readable(subject: Subject) -> Subject:
+def _readable(subject: Asked) -> Asked:
     """The subject, whose task exists, or whose file holds prompts."""
     if subject.task is not None:
         subject.task.build()

@@ -26,6 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "spectra": {"measure"},
     "trace": {"archive"},
     "forks": {"trace"},
+    "bounds": {"forks", "trace"},
     "attention": set(),
     "cache": {"attention", "unembed"},
     "forward": {"attention", "cache", "gathering", "passes", "unembed"},

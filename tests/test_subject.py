@@ -4,7 +4,7 @@ import json
 
 import pytest
 from forklora.recipes.refusal import Refusal
-from forklora.recipes.subject import load_subject, read_prompts
+from forklora.recipes.subject import ForkSubject, Subject, load_subject, read_prompts
 
 
 def written(folder, text, name="prompts.txt"):
@@ -36,7 +36,7 @@ def test_json_lines_hold_text_or_messages(tmp_path):
 )
 def test_a_file_that_holds_something_else_is_refused_by_line(tmp_path, name, text, says):
     with pytest.raises(Refusal, match=says):
-        load_subject("anything", prompts=str(written(tmp_path, text, name)))
+        load_subject(Subject, "anything", overrides=[], prompts=str(written(tmp_path, text, name)))
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path):
@@ -50,16 +50,24 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
 @pytest.mark.parametrize("given", [{}, {"task": "addition", "prompts": "both.txt"}])
 def test_prompts_have_exactly_one_source(given):
     with pytest.raises(Refusal, match="from a task or from a file"):
-        load_subject("anything", **given)
+        load_subject(Subject, "anything", overrides=[], **given)
 
 
 def test_unknown_tasks_and_keys_are_refused_with_what_is_near():
     with pytest.raises(Refusal, match="addition"):
-        load_subject("anything", task="adition")
+        load_subject(Subject, "anything", overrides=[], task="adition")
     with pytest.raises(Refusal, match="did you mean 'count'"):
-        load_subject("anything", ["counts=3"], task="addition")
+        load_subject(Subject, "anything", overrides=["counts=3"], task="addition")
 
 
 def test_overrides_reach_every_group():
-    found = load_subject("m", ["count=3", "sampling.top_p=0.9", "task.options={low: 7}"], task="addition")
+    found = load_subject(
+        Subject, "m", overrides=["count=3", "sampling.top_p=0.9", "task.options={low: 7}"], task="addition"
+    )
     assert (found.count, found.sampling.top_p, found.task.options) == (3, 0.9, {"low": 7})
+
+
+def test_what_makes_a_candidate_is_checked():
+    with pytest.raises(Refusal, match="mass"):
+        load_subject(ForkSubject, "anything", overrides=["mass=1.5"], task="addition")
+    assert load_subject(ForkSubject, "m", overrides=["mass=0.9", "cap=3"], task="addition").cap == 3
