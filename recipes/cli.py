@@ -8,6 +8,7 @@
     forklora report runs/quick
     forklora measure smollm2-135m ADAPTER --task addition
     forklora forks smollm2-135m --task addition count=16
+    forklora fisher smollm2-135m --task addition
     forklora capture smollm2-135m --task addition
     forklora contrast steps=8
     forklora bench shapes=40/5/8 repeats=3
@@ -142,6 +143,13 @@ _VERBS = {
         (_TASK, _PROMPTS, _OUTPUT),
         overrides="changes to what is looked at: count=16, group=8, mass=0.95, sampling.temperature=0.7",
     ),
+    "fisher": _Verb(
+        looking.fisher,
+        "a policy's Fisher, coordinate by coordinate, beside the gradient of rewards that it caps",
+        (("model", "a folder, a hub id, or smollm2-135m"),),
+        (_TASK, _OUTPUT),
+        overrides="changes to what is summed up: count=32, group=8, share=0.001, factored=4",
+    ),
     "capture": _Verb(
         looking.capture,
         "share of a held-out policy gradient that reward-free bases and others hold, and which layers hold it",
@@ -210,7 +218,7 @@ def _option_help(verb: str) -> str:
     from forklora.recipes.grid import Grid
     from forklora.recipes.measure_plan import MeasurePlan
     from forklora.recipes.stages_plan import StagesPlan
-    from forklora.recipes.subject import ForkSubject
+    from forklora.recipes.subject import FisherSubject, ForkSubject
     from forklora.recipes.wording import described_options
 
     known = {
@@ -219,6 +227,7 @@ def _option_help(verb: str) -> str:
         "compare": ("comparison", Grid),
         "contrast": ("contrast", ContrastPlan),
         "forks": ("look at the forks", ForkSubject),
+        "fisher": ("sum of the Fisher", FisherSubject),
         "measure": ("measurement", MeasurePlan),
     }
     what, group = known.get(verb, ("recipe", Recipe))

@@ -92,6 +92,24 @@ def forks(options: argparse.Namespace) -> tuple[int, Any]:
     return _shown(forking_sheet(result), result, folder=folder, name="forks")
 
 
+def fisher(options: argparse.Namespace) -> tuple[int, Any]:
+    """Where a policy could learn, and how far that caps what rewards ask for."""
+    from forklora.recipes.subject import FisherSubject, load_subject
+
+    subject = load_subject(FisherSubject, options.model, task=options.task, overrides=options.overrides)
+    folder = _folder(options)
+    check_place(subject.model.name, str(folder))
+    from forklora.recipes.fisher_page import fisher_sheet
+    from forklora.recipes.fisher_run import run_fisher
+
+    from forklora.archive import save_tensors
+
+    result, largest = run_fisher(subject)
+    facts = {"model": subject.model.name, "task": options.task, "share": str(subject.share)}
+    save_tensors(folder / "top.safetensors", largest, kind="fisher", facts=facts)
+    return _shown(fisher_sheet(result), result, folder=folder, name="fisher")
+
+
 def _shown(sheet: "Sheet", result: dict[str, Any], *, folder: Path, name: str) -> tuple[int, Any]:
     """Write numbers, Markdown and page, and show the tables that stand open."""
     from forklora.recipes.sheet import sheet_html, sheet_markdown

@@ -51,6 +51,23 @@ class ForkSubject(Subject):
     """Most candidates at a position."""
 
 
+class FisherSubject(Subject):
+    """A model with a task whose Fisher is summed up."""
+
+    group: int = Field(4, ge=2)
+    """Completions of each, whose rewards are held against each other."""
+    share: float = Field(0.01, gt=0, le=1)
+    """Share of the coordinates that count as the largest."""
+    factored: int = Field(8, ge=0)
+    """Layers, evenly chosen, whose K-FAC cap is checked."""
+
+    @model_validator(mode="after")
+    def _has_rewards(self) -> Self:
+        if self.task is None or self.count < 2:  # noqa: PLR2004 - two halves
+            raise ValueError("the gradient needs rewards and two halves of the prompts: give a task, and a count of 2")
+        return self
+
+
 def load_subject(
     group: type[Asked], model: str, *, overrides: list[str], task: str | None = None, prompts: str | None = None
 ) -> Asked:

@@ -34,6 +34,7 @@ ROOMS: dict[str, set[str]] = {
     "packing": {"lowrank"},
     "divergence": {"gathering", "unembed"},
     "drawing": {"unembed"},
+    "fisher": {"backward", "trace", "unembed"},
     "rollouts": {"attention", "drawing", "forward", "packing", "trace", "unembed"},
     "backward": {"forward", "sketch", "trace", "unembed"},
     "bases": {
