@@ -36,7 +36,7 @@ def record(seed, *, sharpness=3.0, kept=V, temperature=1.0):
         leak=(1 - probs.sum(-1)).clamp_min(0),
         logprob=mu.gather(-1, token[..., None])[..., 0].log(),
         group=torch.zeros(N, dtype=torch.long),
-        spread=mu @ rows.square().sum(-1) - mean.square().sum(-1),
+        spread=(mu * (rows - mean[..., None, :]).square().sum(-1)).sum(-1),
         delta=rows[token] - mean,
     ), mu
 
