@@ -154,7 +154,7 @@ _VERBS = {
         looking.capture,
         "share of a held-out policy gradient that reward-free bases and others hold, and which layers hold it",
         (("recipe", "a YAML file, or a name that `forklora list` shows; with --task, a model"),),
-        (_TASK,),
+        (_TASK, _OUTPUT),
         overrides="changes to the recipe: forks.prompts=32, evaluation.prompts=64",
     ),
     "contrast": _Verb(

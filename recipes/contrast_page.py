@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forklora.recipes import plots
-from forklora.recipes.measuring import layer_depth
+from forklora.recipes.depth import layer_depth
 from forklora.recipes.sheet import Plots, Sheet
 from forklora.recipes.summary import MISSING, figure
 from forklora.recipes.tables import Table

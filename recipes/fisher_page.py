@@ -3,13 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from forklora.recipes import plots
-from forklora.recipes.measuring import layer_depth, layer_type
+from forklora.recipes.depth import BY_DEPTH, depth_chart
 from forklora.recipes.sheet import Plots, Sheet
 from forklora.recipes.summary import figure
 from forklora.recipes.tables import Table
 
-_SIZE = (430.0, 280.0)
 _PUBLISHED = "47.4 % at 1 % of the coordinates is what Zhang, Mukherjee and Peng (2026) found on larger models."
 
 
@@ -30,7 +28,7 @@ def fisher_sheet(result: Mapping[str, Any]) -> Sheet:
             "seed": str(subject["seed"]),
         },
         tables=tables,
-        plots=[_by_depth(result["layers"])] if result["layers"] else [],
+        plots=[drawn for drawn in (_by_depth(result["layers"]),) if drawn],
     )
 
 
@@ -119,18 +117,10 @@ def _every(layers: Sequence[Mapping[str, Any]]) -> Table:
     return Table("every layer", headings, tuple(cells), folded=True)
 
 
-def _by_depth(layers: Sequence[Mapping[str, Any]]) -> Plots:
+def _by_depth(layers: Sequence[Mapping[str, Any]]) -> Plots | None:
     drawings = []
     for key, title in (("fisher", "share of the Fisher"), ("gradient_energy", "share of the squared gradient")):
         total = sum(entry[key] for entry in layers) or 1.0
-        lines: dict[str, list[tuple[float, float]]] = {}
-        for entry in layers:
-            depth = layer_depth(entry["layer"])
-            if depth is not None:
-                lines.setdefault(layer_type(entry["layer"]), []).append((float(depth), entry[key] / total))
-        series = [plots.Series(kind, hue, sorted(points)) for hue, (kind, points) in enumerate(lines.items())]
-        said = f"{title} against the layer's depth, one line per type of layer"
-        drawings += (
-            [("", plots.line_chart(series, titles=("block", title), description=said, size=_SIZE))] if series else []
-        )
-    return Plots("By depth", "One line for each type of layer, from the first block to the last.", drawings)
+        drawing = depth_chart(((entry["layer"], entry[key] / total) for entry in layers), title=title)
+        drawings += [] if drawing is None else [("", drawing)]
+    return Plots("By depth", BY_DEPTH, drawings) if drawings else None

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from forklora.recipes.measuring import layer_type
+from forklora.recipes.depth import layer_type
 from forklora.recipes.opening import Opened, opened
 from forklora.recipes.spans import rollouts
 from forklora.recipes.subject import FisherSubject

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from forklora.recipes.files import check_writable, write_json, write_text
 from forklora.recipes.refusal import Refusal
-from forklora.recipes.terminal import show, shown_table, table
+from forklora.recipes.terminal import show, shown_table
 from forklora.recipes.verbs import check_place, checked_recipe
 
 if TYPE_CHECKING:
@@ -24,11 +24,13 @@ def capture(options: argparse.Namespace) -> tuple[int, Any]:
     recipe = _task_recipe(options) if options.task else checked_recipe(options)
     if recipe.deepspeed is not None or recipe.ranks > 1:
         raise Refusal("capture runs in one process: deepspeed and ranks are for `forklora run`")
+    folder = _folder(options)
     from forklora.recipes.capture import run_capture
+    from forklora.recipes.capture_page import capture_sheet
 
     result = run_capture(recipe)
-    show(table(result["rows"], title="share of a held-out policy gradient's energy inside the bases"))
-    return 0, result
+    sheet = capture_sheet(result, model=recipe.model.name, task=recipe.task.name)
+    return _shown(sheet, result, folder=folder, name="capture")
 
 
 def _task_recipe(options: argparse.Namespace) -> "Recipe":

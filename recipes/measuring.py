@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from forklora.recipes.depth import layer_type
 from forklora.recipes.pairs import Pair, WeightPairs
 from forklora.recipes.spans import Spans
 from torch import Tensor
@@ -64,16 +65,6 @@ def measure_update(
     found = {"matrices": matrices, "vectors": vectors, "rows": _rows(matrices, vectors)}
     found["captured"] = [] if spans is None else _captured(matrices, seed=seed)
     return found | {"only_base": pairs.only_base, "only_tuned": pairs.only_tuned}
-
-
-def layer_type(name: str) -> str:
-    """The kind of a weight: the last word of its name but ``weight`` or ``bias``, such as q_proj or embed_tokens."""
-    return next(word for word in reversed(name.split(".")) if word not in ("weight", "bias"))
-
-
-def layer_depth(name: str) -> int | None:
-    """The number of the block that a weight belongs to, or None outside of them."""
-    return next((int(word) for word in name.split(".") if word.isdecimal()), None)
 
 
 def _figures(found: Spectrum) -> dict[str, Any]:

@@ -4,13 +4,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from forklora.recipes import plots
-from forklora.recipes.measuring import layer_depth, layer_type
+from forklora.recipes.depth import BY_DEPTH, depth_chart
 from forklora.recipes.sheet import Plots, Sheet
 from forklora.recipes.summary import MISSING, figure
 from forklora.recipes.tables import Table
 
-_SIZE = (430.0, 280.0)
 _NAMED = 5  # of the weights that stand on one side alone
 _UNCHANGED = "unchanged: equal in bfloat16; within 1e-5 there; within a share of 1e-3 as stored."
 _MEDIANS = "Ranks and energies are medians over the matrices that moved, shares of unchanged weights count all weights."
@@ -150,17 +148,9 @@ def _every(matrices: Sequence[Mapping[str, Any]], *, top: int) -> Table:
 
 
 def _by_depth(matrices: Sequence[Mapping[str, Any]], *, top: int) -> Plots | None:
-    drawings = []
-    for key, title in (("stable_rank", "stable rank"), ("top_energy", f"share of energy in {top} directions")):
-        lines: dict[str, list[tuple[float, float]]] = {}
-        for entry in matrices:
-            depth = layer_depth(entry["name"])
-            if depth is not None and entry[key] is not None:
-                lines.setdefault(layer_type(entry["name"]), []).append((float(depth), entry[key]))
-        series = [plots.Series(kind, hue, sorted(points)) for hue, (kind, points) in enumerate(lines.items())]
-        if series:
-            said = f"{title} of the update against the layer's depth, one line per type of layer"
-            drawing = plots.line_chart(series, titles=("block", title), description=said, size=_SIZE)
-            drawings.append(("", drawing))
-    note = "One line for each type of layer, from the first block to the last."
-    return Plots("The update by depth", note, drawings) if drawings else None
+    titles = {"stable_rank": "stable rank of the update", "top_energy": f"share of its energy in {top} directions"}
+    found = [
+        depth_chart(((entry["name"], entry[key]) for entry in matrices), title=title) for key, title in titles.items()
+    ]
+    drawings = [("", drawing) for drawing in found if drawing is not None]
+    return Plots("The update by depth", BY_DEPTH, drawings) if drawings else None

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from forklora.recipes.measure_plan import MeasurePlan
-from forklora.recipes.measuring import layer_depth, layer_type, measure_update
+from forklora.recipes.measuring import measure_update
 from forklora.recipes.pairs import WeightPairs
 from forklora.recipes.refusal import Refusal
 from forklora.recipes.spans import Spans, read_spans
@@ -147,9 +147,3 @@ def test_a_trained_model_s_update_is_held_against_its_own_forks(tmp_path):
 def test_a_diverged_model_is_refused(tmp_path):
     with pytest.raises(Refusal, match="NaN"):
         of({NAME: torch.ones(3, 3)}, {NAME: torch.full((3, 3), float("nan"))}, tmp_path)
-
-
-def test_names_say_type_and_depth():
-    assert layer_type("model.layers.12.self_attn.q_proj.weight") == "q_proj"
-    assert layer_depth("model.layers.12.self_attn.q_proj.weight") == 12
-    assert (layer_type("lm_head.weight"), layer_depth("lm_head.weight")) == ("lm_head", None)
