@@ -14,7 +14,7 @@ that states and reads itself as a plain ``weight``. So whatever saves the model 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from transformers.pytorch_utils import Conv1D
 from forklora.gathering import announce, kept_whole
 from forklora.lowrank import add_low_rank
 from forklora.packing import LinearMap
-from forklora.spanned import PlainSlot, SpannedLinear, leading, sides
+from forklora.spanned import PlainSlot, Recalled, SpannedLinear, leading, sides
 from forklora.targets import HEADS, inner, refuse_head, refuse_idle_patterns, refuse_layer, target_layers
 
 KINDS = ("span", "core", "inputs", "block")
@@ -68,6 +68,7 @@ class ForkLoraConfig(LoraConfig):
     width: int | None = field(default=None, metadata={"help": "Output directions of core and block."})
     bases: Mapping[str, Any] | None = field(default=None, repr=False, metadata={"help": "Layer name to bases."})
     train_basis: bool = field(default=False, metadata={"help": "Train the basis too."})
+    folds: int = field(default=0, init=False, repr=False, metadata={"help": "How often bases were renewed so far."})
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -120,7 +121,19 @@ class ForkLoraConfig(LoraConfig):
         finally:
             self.bases = bases
         known = {f.name for f in fields(LoraConfig)} - {"runtime_config"}
-        return {key: value for key, value in found.items() if key in known}
+        return {key: value for key, value in found.items() if key in known} | self._folded()
+
+    def _folded(self) -> dict[str, Any]:
+        """Ranks with all that is kept of earlier bases, and alphas that leave the scaling as it is."""
+        times = self.folds + 1
+        growth = times**0.5 if self.use_rslora and times > 1 else times
+        ranks, alphas = self.rank_pattern or {}, self.alpha_pattern or {}
+        return {
+            "r": self.r * times,
+            "lora_alpha": self.lora_alpha * growth,
+            "rank_pattern": {name: r * times for name, r in ranks.items()},
+            "alpha_pattern": {name: alpha * growth for name, alpha in alphas.items()},
+        }
 
 
 class ForkVariant(LoraVariant):
@@ -141,11 +154,10 @@ class ForkVariant(LoraVariant):
             slots = getattr(module, name)
             made = slots[adapter_name].weight  # PEFT has cast it to the base's precision, and may cast it up again
             first = start.get(name, torch.zeros(made.shape, dtype=torch.float32)).to(made.device)
-            slot: Any = PlainSlot(first)
+            slot: Any = PlainSlot(first, rank_side=0 if name == "lora_A" else 1)
             if name == "lora_B" and config.kind in ("core", "block"):
                 shape = first.shape[1], module.r[adapter_name]
-                core = torch.eye(*shape) if config.kind == "core" else torch.zeros(*shape)
-                slot = SpannedLinear(first, core.to(first), train_basis=config.train_basis)
+                slot = SpannedLinear(first, first_core(config.kind, shape).to(first), train_basis=config.train_basis)
             slots[adapter_name] = slot.narrowed(made.dtype)
         if not config.train_basis:
             frozen = tuple(n for n in start if isinstance(getattr(module, n)[adapter_name], PlainSlot))
@@ -157,7 +169,7 @@ class ForkVariant(LoraVariant):
         """``result + s B (A x)``."""
         slots = module.lora_A[active_adapter], module.lora_B[active_adapter]
         announce(module, *slots)
-        a, b = (slot.weight for slot in slots)
+        a, b = (slot.stated() for slot in slots)
         x = module.lora_dropout[active_adapter](x)
         return add_low_rank(result, x, a=a, b=b, scaling=module.scaling[active_adapter])
 
@@ -212,7 +224,16 @@ class ForkLinear(Linear):
         b: Any = self.lora_B[names[0]]
         if not all(p.numel() for p in (base.weight, *a.parameters(), *b.parameters())):
             return None  # in pieces under ZeRO-3
-        return LinearMap(base.weight, base.bias, a.weight, b.weight * self.scaling[names[0]])
+        return LinearMap(base.weight, base.bias, a.stated(), b.stated() * self.scaling[names[0]])
+
+    def get_delta_weight(self, adapter: str) -> Tensor:
+        """As PEFT's, with what is kept of earlier bases."""
+        delta = super().get_delta_weight(adapter)
+        a, b = self.lora_A[adapter], self.lora_B[adapter]
+        if not isinstance(a, Recalled) or not isinstance(b, Recalled) or a.kept is None or b.kept is None:
+            return delta
+        more = self.scaling[adapter] * (b.kept @ a.kept)
+        return delta + (more.T if self.fan_in_fan_out else more).to(delta)
 
     def resolve_lora_variant(self, *, config: LoraConfig, **kwargs: Any) -> LoraVariant | None:
         """Ours for a fork adapter; a plain LoRA beside it gets PEFT's."""
@@ -246,6 +267,11 @@ def add_fork_lora(
         model.add_adapter(adapter_name, chosen)
         return model
     return get_peft_model(model, chosen, adapter_name=adapter_name)
+
+
+def first_core(kind: str, shape: Sequence[int]) -> Tensor:
+    """Trained numbers ``[k, r]`` between the bases before the first step: unit vectors for ``core``, zeros."""
+    return torch.eye(*shape) if kind == "core" else torch.zeros(*shape)
 
 
 def starts(module: Any, config: ForkLoraConfig, *, layer: str) -> dict[str, Tensor]:  # noqa: ANN401

@@ -16,7 +16,34 @@ class Recalled(nn.Module):
 
     PEFT makes an adapter in the base's precision and casts it up afterwards, unless it was told not to
     (``autocast_adapter_dtype=False``). A basis that went through bfloat16 would be none any more.
+
+    Attributes:
+        kept: frozen factors of earlier bases, which count as further rows or columns of the weight; None before there
+            are any.
+        rank_side: dimension of the weight that is the rank: 0 of ``A [r, d_in]``, 1 of ``B [d_out, r]``.
     """
+
+    kept: Tensor | None
+    rank_side: int = 1
+    weight: Any
+
+    def stated(self) -> Tensor:
+        """The whole factor: the weight, and behind it what is kept."""
+        return self.weight if self.kept is None else torch.cat([self.weight, self.kept.to(self.weight)], self.rank_side)
+
+    def keep(self, factor: Tensor | None) -> None:
+        """Make this what is kept, in place of what was."""
+        self.kept = None if factor is None else factor.detach().clone()
+
+    def _shares(self, factor: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        """The weight's own share of a whole factor, and what is kept; None where it has other sizes than this one."""
+        if self.kept is None:
+            return factor, None
+        own, rest = self.weight.shape[self.rank_side], self.kept.shape[self.rank_side]
+        if tuple(factor.shape) != tuple(self.stated().shape):
+            return None
+        mine, kept = factor.split([own, rest], self.rank_side)
+        return mine, kept
 
     def narrowed(self, dtype: torch.dtype) -> Any:  # noqa: ANN401 - itself
         """Cast the parameters to the base's precision, and keep in mind what that rounds away."""
@@ -37,16 +64,41 @@ class Recalled(nn.Module):
 class PlainSlot(Recalled, nn.Linear):
     """PEFT's own kind of slot, a bias-free linear layer, with a given weight ``[out, in]``."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, *, rank_side: int) -> None:
         super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
         self.weight = nn.Parameter(weight)
+        self.register_buffer("kept", None, persistent=False)
+        self.rank_side = rank_side
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name of it
+        """``[.., in] -> [.., out]``, what is kept included."""
+        return nn.functional.linear(input, self.stated())
+
+    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.kept is not None:
+            destination[prefix + "weight"] = self.stated() if keep_vars else self.stated().detach()
+
+    def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes them by position
+        self, state_dict: dict[str, Tensor], prefix: str, *args: Any
+    ) -> None:
+        _, _, _, _, errors = args
+        name = prefix + "weight"
+        shares = self._shares(state_dict[name]) if name in state_dict else None
+        if name in state_dict and shares is None:
+            errors.append(f"{name} is {tuple(state_dict[name].shape)}, expected {tuple(self.stated().shape)}.")
+            return
+        own = {} if shares is None else {name: shares[0]}
+        super()._load_from_state_dict({**state_dict, **own}, prefix, *args)
+        if shares is not None and shares[1] is not None:
+            self.keep(shares[1].to(self.kept))
 
 
 class SpannedLinear(Recalled):
     """A bias-free linear map ``x -> U (core x)`` with a fixed ``U``, which states itself as one plain ``weight``.
 
-    Its state is the product alone, so that it is an ordinary LoRA's. The tensor carries its factors as an attribute,
-    which ``torch.save`` keeps and safetensors drops: so a checkpoint comes back bit for bit.
+    Its state is the product, with what is kept: that of an ordinary LoRA. The tensor carries its factors as an
+    attribute, which ``torch.save`` keeps and safetensors drops: so a checkpoint comes back bit for bit.
 
     Args:
         basis: ``U [d_out, k]``, orthonormal columns.
@@ -57,6 +109,7 @@ class SpannedLinear(Recalled):
     def __init__(self, basis: Tensor, core: Tensor, *, train_basis: bool) -> None:
         super().__init__()
         self.core = nn.Parameter(core)
+        self.register_buffer("kept", None, persistent=False)
         if train_basis:
             self.basis = nn.Parameter(basis)
         else:
@@ -74,13 +127,13 @@ class SpannedLinear(Recalled):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[.., r] -> [.., d_out]``."""
-        return nn.functional.linear(nn.functional.linear(x, self.core), self.basis)
+        return nn.functional.linear(x, self.stated())
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         if partitioned(self.core):  # like the parameters beside it: empty, and its pieces are saved elsewhere
             destination[prefix + "weight"] = self.core.new_empty(0)
             return
-        weight: Any = self.weight if keep_vars else self.weight.detach()
+        weight: Any = self.stated() if keep_vars else self.stated().detach()
         weight.factors = self._factors()
         destination[prefix + "weight"] = weight
 
@@ -104,27 +157,31 @@ class SpannedLinear(Recalled):
         core, basis = state.get(prefix + "core"), state.get(prefix + "basis", self.basis.detach())
         if core is None:
             return None
-        weight: Any = _product(basis, core.to(basis.device))
+        own = _product(basis, core.to(basis.device))
+        weight: Any = own if self.kept is None else torch.cat([own, self.kept.to(own)], self.rank_side)
         weight.factors = (core, basis)
         return weight
 
-    def _take(self, weight: Tensor) -> list[str]:
-        """Make this the weight, or say why not."""
-        expected = (self.basis.shape[0], self.core.shape[1])
-        if tuple(weight.shape) != expected:
-            return [f"weight is {tuple(weight.shape)}, expected {expected}."]
+    def _take(self, stated: Tensor) -> list[str]:
+        """Make this the whole factor, or say why not."""
+        shares, expected = self._shares(stated), tuple(self.stated().shape)
+        if shares is None or tuple(stated.shape) != expected:
+            return [f"weight is {tuple(stated.shape)}, expected {expected}."]
+        (weight, kept), sent = shares, getattr(stated, "factors", (self.core,))
         free, weight_here = isinstance(self.basis, nn.Parameter), weight.to(self.basis.device)
-        core, basis = self._sent_along(weight) or factor(weight_here, self.basis, free=free)
+        core, basis = self._sent_along(weight_here, sent) or factor(weight_here, self.basis, free=free)
         rounding = 1e-3 if weight.dtype == torch.float32 else 1e-2
-        if not (basis.double() @ core.double() - weight_here).norm() <= rounding * weight.norm():
+        if not (basis.double() @ core.double() - weight_here).norm() <= rounding * weight_here.norm():
             return ["weight lies outside the span of this layer's basis: load the bases it was trained with."]
         self.core.copy_(core)
         self.basis.copy_(basis)
+        if kept is not None:
+            self.keep(kept.to(self.kept))
         return []
 
-    def _sent_along(self, weight: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _sent_along(self, weight: Tensor, factors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor] | None:
         """The factors that came with the weight, where they are of these sizes and it is their product still."""
-        core, basis = (*(t.to(self.basis.device) for t in getattr(weight, "factors", (self.core,))), self.basis)[:2]
+        core, basis = (*(t.to(self.basis.device) for t in factors), self.basis)[:2]
         fits = core.shape == self.core.shape and basis.shape == self.basis.shape
         return (core, basis) if fits and torch.equal(_product(basis, core), weight.to(core)) else None
 

@@ -77,7 +77,7 @@ def project_gradients(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
 
 def full_gradient(parameter: nn.Parameter) -> Tensor | None:
     """The whole gradient, exchanged between ranks; None where there is none. Every rank has to ask."""
-    if not _managed(parameter):
+    if not managed(parameter):
         return parameter.grad
     from deepspeed.utils import safe_get_full_grad
 
@@ -86,7 +86,7 @@ def full_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 def put_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
     """Replace the whole gradient. Every rank has to, with the same one."""
-    if not _managed(parameter):
+    if not managed(parameter):
         parameter.grad = gradient
         return
     from deepspeed.utils import safe_set_full_grad
@@ -97,6 +97,22 @@ def put_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
     safe_set_full_grad(parameter, gradient)
 
 
-def _managed(parameter: nn.Parameter) -> bool:
-    """Whether a DeepSpeed engine keeps this parameter's gradient elsewhere."""
+@torch.no_grad()
+def put_parameter(parameter: Tensor, value: Tensor) -> None:
+    """Set a trained parameter, and the copy that the optimizer of ZeRO-1 or ZeRO-2 steps. Every rank has to.
+
+    Raises:
+        ValueError: ZeRO-3 holds it in pieces.
+    """
+    if hasattr(parameter, "ds_id"):
+        raise ValueError("ZeRO-3 holds the parameter in pieces: set it under ZeRO-2 or lower.")
+    parameter.copy_(value)
+    if managed(parameter):
+        from deepspeed.utils import safe_set_full_fp32_param
+
+        safe_set_full_fp32_param(parameter, value.float())
+
+
+def managed(parameter: Tensor) -> bool:
+    """Whether a DeepSpeed engine keeps this parameter's gradient, and the copy that is stepped, elsewhere."""
     return any(hasattr(parameter, mark) for mark in ("ds_id", "_hp_mapping", "_hp_grad"))

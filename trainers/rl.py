@@ -35,6 +35,7 @@ from forklora.forward import Calls, completion_hidden
 from forklora.losses import per_batch, prefix_value, signal_loss
 from forklora.passes import joined, same_prompt, split_rows
 from forklora.rollouts import Luck, Sampler, sample, stop_at
+from forklora.slots import folded, make_room
 from forklora.state import adapter_tensors, put_adapter_tensors
 from forklora.trace import Trace
 from forklora.unembed import evaluation_mode, read_unembedding, unwrap
@@ -235,6 +236,7 @@ class ForkGRPOTrainer(PhaseClock, SeamedGRPOTrainer):
         tensors = adapter_tensors(self.model)
         if self.args.should_save and tensors:
             facts = {"step": str(self.state.global_step), "looked": self.looked.hex()}
+            facts["folds"] = str(folded(self.model))
             save_tensors(folder / _STATE, tensors, kind=_STATE_KIND, facts=facts)
         if self.args.should_save and self.bases is not None:
             self.bases.save(folder / _BASES)
@@ -245,6 +247,7 @@ class ForkGRPOTrainer(PhaseClock, SeamedGRPOTrainer):
         """Adapter and bases become those of the checkpoint, whatever was collected anew."""
         if (folder / _STATE).exists():
             tensors, facts = load_tensors(folder / _STATE, kind=_STATE_KIND)
+            make_room(self.model, int(facts.get("folds", 0)))
             put_adapter_tensors(self.model, tensors)
             self.looked = float.fromhex(facts.get("looked", FIRST_LOOK.hex()))
         if (folder / _BASES).exists():
