@@ -40,6 +40,8 @@ EXEMPT = {
     "recipes/watch.py:Watch.on_train_begin": "transformers.TrainerCallback",
     "trainers/drift.py:DriftCallback.on_step_end": "transformers.TrainerCallback",
     "trainers/drift.py:DriftCallback.on_train_begin": "transformers.TrainerCallback",
+    "trainers/refresh.py:RefreshCallback.on_step_end": "transformers.TrainerCallback",
+    "trainers/refresh.py:RefreshCallback.on_train_begin": "transformers.TrainerCallback",
     "trainers/rl.py:ForkGRPOTrainer.__init__": "trl.GRPOTrainer",
 }
 

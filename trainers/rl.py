@@ -104,12 +104,9 @@ class ForkGRPOTrainer(PhaseClock, SeamedGRPOTrainer):
         rank, ranks = args.process_index, args.world_size
         config = BasisConfig(group=args.num_generations, seed=args.basis_seed, progress=not args.disable_tqdm)
         config = needed(model, kwargs["peft_config"], collect=config)
-        settings = args.chat_template_kwargs or {}
-        ids = [encode(tokenizer, prompt, **settings) for prompt in prompts[rank::ranks]]
-        eos = _eos_ids(model, tokenizer)
-        bases = collect_bases(
-            model.to(args.device), tokenizer, ids, config=config, sampler=_sampler(args, tokenizer, eos)
-        )
+        ids = [encode(tokenizer, prompt, **(args.chat_template_kwargs or {})) for prompt in prompts[rank::ranks]]
+        sampler = _sampler(args, tokenizer, _eos_ids(model, tokenizer))
+        bases = collect_bases(model.to(args.device), tokenizer, ids, config=config, sampler=sampler)
         if args.process_index == 0:
             bases.save(Path(args.output_dir) / _BASES)
         return bases
@@ -235,8 +232,7 @@ class ForkGRPOTrainer(PhaseClock, SeamedGRPOTrainer):
         """Beside a checkpoint: the adapter's own tensors to the bit, the bases, and each rank's latest trace."""
         tensors = adapter_tensors(self.model)
         if self.args.should_save and tensors:
-            facts = {"step": str(self.state.global_step), "looked": self.looked.hex()}
-            facts["folds"] = str(folded(self.model))
+            facts = {"step": str(self.state.global_step), "looked": self.looked.hex(), "folds": str(folded(self.model))}
             save_tensors(folder / _STATE, tensors, kind=_STATE_KIND, facts=facts)
         if self.args.should_save and self.bases is not None:
             self.bases.save(folder / _BASES)
