@@ -20,7 +20,7 @@ from forklora.recipes.data_starts import Reward, Started, started
 from forklora.recipes.demo import load_model
 from forklora.recipes.offline import OfflineTrainer
 from forklora.recipes.options import FORK_KINDS, Arm, ForkSpec
-from forklora.recipes.peft_arms import adapter_config, keeps_base, unfreeze, weights_dtype
+from forklora.recipes.peft_arms import adapter_config, keeps_base, lay_out, unfreeze, weights_dtype
 from forklora.recipes.provenance import hash_tensors
 from forklora.recipes.ranks import this_rank
 from forklora.recipes.sources import arm_bases
@@ -104,6 +104,7 @@ def learner_of(recipe: Recipe, *, folder: Path) -> Learner:
     reward = coins(recipe.seed) if arm.reward == "random" else _scored(task)
     ready = started(recipe, arm, model=model, tokenizer=tokenizer, config=config, reward=reward)
     trainer = _trainer(recipe, args, task=task, tokenizer=tokenizer, ready=ready)
+    lay_out(trainer.model)
     seconds = time.perf_counter() - start + spared
     rolled, spectrum = ready.rollouts, None
     if sourced is not None:

@@ -32,6 +32,12 @@ def adapted_layers(model: nn.Module, arm: Arm) -> list[str]:
     return target_layers(model, LoraConfig(target_modules=_targets(arm)))
 
 
+def lay_out(model: nn.Module) -> None:
+    """Parameters row by row in memory, as DeepSpeed sends them round; some of PEFT's starts leave them transposed."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()
+
+
 def unfreeze(model: nn.Module, arm: Arm) -> None:
     """Train the weights of the target layers, and nothing else of the model."""
     model.requires_grad_(False)
