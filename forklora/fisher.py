@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int64
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
-from forklora.backward import backward, listening
+from forklora.backward import backward, layer_shape, listening
+from forklora.collective import ranks, summed
 from forklora.trace import Trace
 from forklora.unembed import unwrap
 
@@ -81,6 +82,20 @@ class FisherSums:
             with listening(self.modules, self._hear):
                 backward(model, row, advantages=torch.ones(1))
             self._close(advantage)
+
+    def all_reduce(self) -> None:
+        """Add up the sums of all ranks, once, at the end; factors stay each rank's own. Every rank has to call this."""
+        if ranks() == 1:
+            return
+        for name, module in self.modules.items():
+            for sums in (self._squares, self._products):
+                mine = sums.get(name)
+                total = torch.zeros(layer_shape(module)) if mine is None else mine.to(torch.float32)
+                total = total.to(next(module.parameters()).device)
+                distributed.all_reduce(total)
+                sums[name] = total
+        self.count, self._positions = summed(self.count), summed(self._positions)
+        self._energy = summed(self._energy)
 
     def fisher(self, name: str) -> Float[Tensor, "o i"]:
         """``F`` of one layer."""

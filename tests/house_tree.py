@@ -34,7 +34,7 @@ ROOMS: dict[str, set[str]] = {
     "packing": {"lowrank"},
     "divergence": {"gathering", "unembed"},
     "drawing": {"unembed"},
-    "fisher": {"backward", "trace", "unembed"},
+    "fisher": {"backward", "collective", "trace", "unembed"},
     "rollouts": {"attention", "drawing", "forward", "packing", "trace", "unembed"},
     "backward": {"forward", "sketch", "trace", "unembed"},
     "bases": {

@@ -13,9 +13,9 @@ from tiny_policy import fingerprints, letters, prompts, tokenizer, trainer_of
 FEW = BasisConfig(output=2, input=2, group=4, progress=False)
 
 
-def callback(folder=None, *, every=1, count=8):
-    texts = [p["prompt"] for p in prompts(count=count)]
-    return DriftCallback(tokenizer(), texts, sampler=Sampler(max_new_tokens=4), every=every, folder=folder, collect=FEW)
+def callback(folder=None, *, every=1, count=8, share=0.01):
+    texts, sampler = [p["prompt"] for p in prompts(count=count)], Sampler(max_new_tokens=4)
+    return DriftCallback(tokenizer(), texts, sampler=sampler, every=every, folder=folder, collect=FEW, share=share)
 
 
 def trained(folder, *callbacks, steps=3, reward=letters, **options):
@@ -47,6 +47,8 @@ def test_the_first_look_finds_no_drift_and_training_some(tmp_path):
     assert [point["step"] for point in drift.curve] == [0, 2, 4]
     start, *_, end = drift.curve
     assert start["output_degrees"] == pytest.approx(0, abs=1e-3)
+    assert start["span_degrees"] == pytest.approx(0, abs=1e-3) and end["span_degrees"] > 1
+    assert start["top_kept"] == 1 and 0 < end["top_kept"] < 1 and drift.noise["top_kept"] < 1
     assert end["output_degrees"] > 1 and end["output_degrees_most"] >= end["output_degrees"]
     assert drift.noise["output_degrees"] > 0
     assert json.loads((tmp_path / "drift" / "drift.json").read_text()) == {"noise": drift.noise, "curve": drift.curve}
@@ -72,8 +74,20 @@ def test_a_resumed_run_is_held_against_its_own_beginning(tmp_path):
         assert mine == pytest.approx(theirs, abs=1e-2)
 
 
+def test_without_a_share_no_coordinates_are_looked_at_and_curves_of_both_kinds_are_not_mixed(tmp_path):
+    plain = callback(tmp_path / "drift", share=None)
+    trained(tmp_path / "run", plain, steps=1, save_strategy="steps", save_steps=1)
+    assert all("top_kept" not in point for point in plain.curve)
+    trainer = trainer_of(tmp_path / "run", reward=letters, bases="own", max_steps=2)
+    trainer.add_callback(callback(tmp_path / "drift"))
+    with pytest.raises(ValueError, match="holds a curve without largest coordinates: set share as there"):
+        trainer.train(resume_from_checkpoint=True)
+
+
 def test_senseless_settings_are_refused():
     with pytest.raises(ValueError, match="every=0"):
         callback(every=0)
     with pytest.raises(ValueError, match="there must be prompts"):
         callback(count=0)
+    with pytest.raises(ValueError, match="share=0 must lie above 0"):
+        callback(share=0)

@@ -6,10 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import distributed
 
 from forklora.backward import layer_shape, linear_layers
 from forklora.fisher import FisherSums, fisher_cap, kronecker_cap, membership, top_coordinates
 from forklora.rollouts import Sampler, sample
+from ranks import together
 from tiny_policy import eager, gpt2, llama, tokenizer
 
 HEAT = 0.8
@@ -144,3 +146,28 @@ def test_bad_input_is_refused():
         FisherSums(model, names).add(model, rollouts(model), advantages=torch.ones(2))
     with pytest.raises(ValueError, match="share=0.0"):
         top_coordinates({"a": torch.ones(3)}, share=0.0)
+
+
+def shared(rows):
+    """The sums of all ranks, of which each adds its own rows."""
+    model = eager(llama(tied=False))
+    trace, sums = rollouts(model), FisherSums(model, linear_layers(model))
+    mine = rows[distributed.get_rank()]
+    if mine:
+        sums.add(model, trace.select(mine), advantages=torch.tensor([float(row) for row in mine]))
+    sums.all_reduce()
+    found = {name: (sums.fisher(name).tolist(), sums.gradient(name).tolist()) for name in sums.layers}
+    return found, sums.count, sums.length, sums.deviation
+
+
+@pytest.mark.parametrize("rows", [[[0, 1, 2, 3], [4, 5]], [[], [0, 1, 2, 3, 4, 5]]])
+def test_ranks_add_up_to_the_sums_of_one_process(rows):
+    model = eager(llama(tied=False))
+    trace, alone = rollouts(model), FisherSums(model, linear_layers(model))
+    alone.add(model, trace, advantages=torch.arange(6.0))
+    for found, *numbers in together(shared, rows=rows):
+        assert numbers == pytest.approx([alone.count, alone.length, alone.deviation])
+        assert set(found) == set(alone.layers)
+        for name, pair in found.items():
+            for mine, expected in zip(pair, (alone.fisher(name), alone.gradient(name)), strict=True):
+                torch.testing.assert_close(torch.tensor(mine), expected, rtol=1e-4, atol=1e-6)
