@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from forklora.recipes.config import Recipe
 from forklora.recipes.options import FORK_KINDS, Arm
 from forklora.recipes.sources import Sourced
@@ -33,9 +34,13 @@ def adapted_layers(model: nn.Module, arm: Arm) -> list[str]:
 
 
 def lay_out(model: nn.Module) -> None:
-    """Parameters row by row in memory, as DeepSpeed sends them round; some of PEFT's starts leave them transposed."""
+    """Parameters row by row in memory, as DeepSpeed sends them round; some of PEFT's starts leave them transposed.
+
+    A single column counts as contiguous whatever its strides are, and DeepSpeed asks for the strides.
+    """
     for parameter in model.parameters():
-        parameter.data = parameter.data.contiguous()
+        if parameter.dim() > 0 and parameter.stride(-1) != 1:
+            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
 
 
 def unfreeze(model: nn.Module, arm: Arm) -> None:
