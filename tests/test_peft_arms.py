@@ -7,7 +7,7 @@ import torch
 from forklora.recipes.demo import load_model
 from forklora.recipes.learner import learner_of
 from forklora.recipes.options import FORK_KINDS, Arm
-from forklora.recipes.peft_arms import adapted_layers, adapter_config, keeps_base, unfreeze, weights_dtype
+from forklora.recipes.peft_arms import adapted_layers, adapter_config, keeps_base, lay_out, unfreeze, weights_dtype
 from forklora.recipes.provenance import hash_tensors
 
 from forklora.backward import layer_shape
@@ -165,3 +165,14 @@ def test_unfreezing_leaves_the_head_alone(kind):
     assert len(asked) == (LAYERS if kind == "llama" else 8)
     assert not any("lm_head" in n or "embed" in n or "wte" in n for n in asked)
     assert fingerprints(model) == before
+
+
+def test_parameters_are_laid_out_row_by_row_single_columns_too():
+    layer = torch.nn.Module()
+    for name, values in (("wide", torch.arange(6.0).view(3, 2).T), ("column", torch.arange(4.0).view(1, 4).T)):
+        layer.register_parameter(name, torch.nn.Parameter(values))
+    before = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    lay_out(layer)
+    for name, parameter in layer.named_parameters():
+        assert torch.equal(parameter, before[name]) and parameter.stride(-1) == 1
+        parameter.data.view(torch.uint8)
