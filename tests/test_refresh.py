@@ -76,6 +76,7 @@ def test_the_policy_is_the_same_right_before_and_right_after(tmp_path):
     torch.testing.assert_close(logits(two.model), before, **ROUNDING)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"step_length": 0.1}, ADAMW])
 def test_a_run_that_was_cut_goes_on_to_the_bit(options, tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 1}
@@ -153,6 +154,7 @@ def alone():
     return trained_across_a_renewal(step, model, rows=slice(None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
 def test_on_two_ranks_of_zero_it_trains_on_as_one_process_alone_does(stage):
     expected = alone()
@@ -173,6 +175,7 @@ def pieces():
     return folded(model)
 
 
+@pytest.mark.slow
 def test_pieces_of_zero_3_are_refused():
     assert together(pieces) == [0, 0]
 
@@ -186,5 +189,6 @@ def momentum():
     return True
 
 
+@pytest.mark.slow
 def test_states_that_deepspeed_holds_in_pieces_are_refused():
     assert together(momentum, ranks=1) == [True]
