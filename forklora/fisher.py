@@ -90,7 +90,7 @@ class FisherSums:
         for name, module in self.modules.items():
             for sums in (self._squares, self._products):
                 mine = sums.get(name)
-                total = torch.zeros(layer_shape(module)) if mine is None else mine.to(torch.float32)
+                total = torch.zeros(layer_shape(module)) if mine is None else mine
                 total = total.to(next(module.parameters()).device)
                 distributed.all_reduce(total)
                 sums[name] = total

@@ -66,13 +66,8 @@ def renew_bases(
         ValueError: no such fork adapter, a merged one, one whose basis is trained or that ZeRO-3 holds in pieces, a
             layer without a basis, or a basis that does not fit. Nothing is changed then.
     """
-    config = _config(model, adapter_name)
-    if config.train_basis:
-        raise ValueError("train_basis=True: the basis follows by training, and there is nothing to renew.")
-    places = _places(model, replace(config, bases=bases), adapter_name)
-    slots = _slots(model, adapter_name)
-    if any(hasattr(p, "ds_id") for slot in slots for p in slot.parameters()):
-        raise ValueError("ZeRO-3 holds the adapter in pieces: renew bases under ZeRO-2 or lower.")
+    config = renewable(model, adapter_name=adapter_name)
+    places, slots = _places(model, replace(config, bases=bases), adapter_name), _slots(model, adapter_name)
     for slot in slots:
         slot.keep(slot.stated())
     frozen = {id(place) for place, _ in places}
@@ -84,6 +79,20 @@ def renew_bases(
             if id(parameter) not in frozen:
                 put(parameter, torch.zeros_like(parameter) if start is None else start.to(parameter))
     config.folds += 1
+
+
+def renewable(model: nn.Module, *, adapter_name: str = "default") -> ForkLoraConfig:
+    """The adapter's configuration, if its bases can be renewed.
+
+    Raises:
+        ValueError: no such fork adapter, or one whose basis is trained or that ZeRO-3 holds in pieces.
+    """
+    config = _config(model, adapter_name)
+    if config.train_basis:
+        raise ValueError("train_basis=True: the basis follows by training, and there is nothing to renew.")
+    if any(hasattr(p, "ds_id") for slot in _slots(model, adapter_name) for p in slot.parameters()):
+        raise ValueError("ZeRO-3 holds the adapter in pieces: renew bases under ZeRO-2 or lower.")
+    return config
 
 
 def folded(model: nn.Module, *, adapter_name: str = "default") -> int:

@@ -124,6 +124,8 @@ class DriftCallback(TrainerCallback):
             return
         self.first = self._look(model, self.collect)
         self.noise = moved(self.first, self._look(model, replace(self.collect, seed=self.collect.seed + 1)))
+        if self.folder is not None and rank() == 0:
+            self.first.save(self.folder)
         self._keep(state, self.first)
 
     def on_step_end(
@@ -176,7 +178,6 @@ class DriftCallback(TrainerCallback):
         logged = {f"drift/{key}": value for key, value in point.items() if key != "step"}
         state.log_history.append({**logged, "step": state.global_step})
         if self.folder is not None and rank() == 0:
-            self.first.save(self.folder)
             content = json.dumps({"noise": self.noise, "curve": self.curve}, indent=2)
             partial = self.folder / f".drift.{os.getpid()}.partial"
             partial.write_text(content + "\n", encoding="utf-8")

@@ -18,12 +18,11 @@ from forklora.trainers.engine import managed, put_parameter
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from forklora.adapter import ForkLoraConfig
 from forklora.attachment import needed
 from forklora.bases import BasisConfig, collect_bases
 from forklora.collective import rank, ranks
 from forklora.rollouts import Sampler
-from forklora.slots import renew_bases
+from forklora.slots import renew_bases, renewable
 
 _DEFAULT = BasisConfig(progress=False)
 
@@ -75,12 +74,8 @@ class RefreshCallback(TrainerCallback):
             ValueError: no fork adapter, one whose basis is trained or that ZeRO-3 holds in pieces, an optimizer state
                 inside DeepSpeed that could not be dropped, or ``load_best_model_at_end``.
         """
-        config = self._config(model)
-        if config.train_basis:
-            raise ValueError("train_basis=True: the basis follows by training, and there is nothing to renew.")
         assert model is not None
-        if any(hasattr(p, "ds_id") for p in model.parameters()):
-            raise ValueError("ZeRO-3 holds the adapter in pieces: renew bases under ZeRO-2 or lower.")
+        renewable(model, adapter_name=self.adapter_name)
         if args.load_best_model_at_end:
             raise ValueError(
                 "load_best_model_at_end=True: a checkpoint of before a renewal has another rank, and does not fit the "
@@ -112,8 +107,8 @@ class RefreshCallback(TrainerCallback):
         """
         if state.global_step % self.every or state.global_step >= state.max_steps:
             return
-        config, inner = self._config(model), _inmost(optimizer)
         assert model is not None
+        config, inner = renewable(model, adapter_name=self.adapter_name), _inmost(optimizer)
         collect = replace(self.collect, seed=self.collect.seed + state.global_step)
         bases = collect_bases(
             model,
@@ -130,12 +125,6 @@ class RefreshCallback(TrainerCallback):
         renew_bases(model, bases, adapter_name=self.adapter_name, put=put)
         self.renewed.append(state.global_step)
         state.log_history.append({"refresh/renewed": float(config.folds), "step": state.global_step})
-
-    def _config(self, model: nn.Module | None) -> ForkLoraConfig:
-        config = getattr(model, "peft_config", {}).get(self.adapter_name)
-        if not isinstance(config, ForkLoraConfig):
-            raise ValueError(f"{self.adapter_name!r} is no fork adapter of the model: there are no bases to renew.")
-        return config
 
 
 def _inmost(optimizer: Any) -> Any:  # noqa: ANN401
